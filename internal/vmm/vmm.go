@@ -1,0 +1,144 @@
+// Package vmm launches, controls, confines, kills and cleans up the QEMU
+// process of one machine.
+//
+// A machine is started in one of two modes, from one command line, so that the
+// device state of the first always loads into the second:
+//
+//	Boot   fresh shared memory, kernel and initrd, no shim   (template builder)
+//	Clone  a template's sealed memory mapped privately, device state loaded,
+//	       paused until Resume so that a pager can attach    (sandbox)
+//
+// The life of a machine:
+//
+//	Start --process, shim, cgroup, QMP--> loading --state loaded--> paused --Resume--> running
+//	                                                                paused <--Stop---- running
+//	any of these --guest off, reboot or panic; crash; OOM kill; Kill--> dead (Done is closed)
+//
+// Done is closed after the process was reaped and its cgroup, uid and
+// descriptors were given back: a machine that is done has left nothing behind.
+//
+// What guarantees that when this process dies: each VMM has SIGKILL as its
+// parent-death signal and (clones) a shim that exits when its socket closes; a
+// guard process empties the run's cgroups and folders when its pipe closes; and
+// Sweep, run by every OpenHost, does the same for runs whose lock nobody holds.
+//
+// Everything a VMM needs is passed by file descriptor: it opens no path of ours
+// and runs as a uid that owns nothing.
+//
+// Lock order: Host.mu, then nothing; Host.mu and machine.mu are never held together.
+// No lock is held across a syscall that can block or a call out of the package.
+// All exported methods may be called from any goroutine.
+package vmm
+
+import (
+	"context"
+	"net"
+	"os"
+	"time"
+
+	"github.com/agentzip/agentzip/internal/units"
+)
+
+// A Mode says where the machine's memory and device state come from.
+type Mode uint8
+
+const (
+	// Boot starts a kernel in fresh memory that is shared with this process.
+	Boot Mode = iota + 1
+	// Clone maps a sealed image privately and loads saved device state.
+	Clone
+)
+
+// An Accel is the way guest code runs.
+type Accel string
+
+const (
+	TCG Accel = "tcg" // QEMU's translator; works everywhere, 10-20 times slower
+	KVM Accel = "kvm" // hardware virtualisation; see `agentzip doctor` for whether it is real
+)
+
+// A Hardware is what the guest sees. A clone must have exactly the hardware its
+// template was booted with, or its device state does not load; store it in the
+// template's manifest.
+type Hardware struct {
+	Memory  units.Bytes `json:"memory"`  // guest memory; a multiple of 2 MiB
+	VCPUs   int         `json:"vcpus"`   // 0 means 1
+	Accel   Accel       `json:"accel"`   // "" means TCG
+	CPU     string      `json:"cpu"`     // QEMU's -cpu; "" means max (TCG) or host (KVM)
+	Network bool        `json:"network"` // user-mode network to everywhere the host reaches; false: no network device at all
+}
+
+// A Spec describes one machine. The files stay the caller's: Start duplicates
+// what it needs, and they may be closed when it has returned.
+type Spec struct {
+	ID       string // shows in cgroup names and errors: [a-z0-9-], at most 40 bytes, unique in the Host; "" means one is made up
+	Mode     Mode
+	Hardware Hardware
+
+	// Memory is guest memory, of exactly Hardware.Memory bytes. Boot: an unsealed
+	// memfd, mapped shared. Clone: the template's sealed memfd, mapped privately.
+	Memory *os.File
+	// Root is the root image (virtio-pmem, read-only). Others must be able to
+	// read it (mode o+r), because an unprivileged VMM opens it again; nil: no pmem device.
+	Root *os.File
+	// Disk is the machine's own writable raw disk, opened read-write; nil: no disk.
+	Disk *os.File
+
+	Kernel, Initrd string // Boot only: paths. Initrd may be empty
+	Cmdline        string // Boot only: the kernel's command line
+
+	State *os.File // Clone only: what SaveState wrote; read from its start, whatever its offset
+
+	// Shim is the path of agentzip-shim.so; "" starts without one (no pager can attach).
+	Shim string
+}
+
+// A Machine is one running VMM process.
+type Machine interface {
+	ID() string
+	PID() int
+	UID() int // the numeric user the VMM runs as
+
+	// Link returns the host's end of the virtio-serial stream: the same
+	// connection each time, until Reconnect replaces it. The caller closes it.
+	Link() net.Conn
+	// Reconnect gives the port a new host end and returns it. The guest sees the
+	// port close and open again. Use it when the previous one was closed.
+	Reconnect(ctx context.Context) (net.Conn, error)
+
+	// Resume lets the vCPUs run. Stop halts them and flushes the disk.
+	Resume(ctx context.Context) error
+	Stop(ctx context.Context) error
+	// SaveState writes the device state, without memory, to f from its start,
+	// and leaves the machine stopped. Close the link first: a guest that was told
+	// of no disconnect would go on with a stream nobody holds.
+	SaveState(ctx context.Context, f *os.File) error
+
+	Console() []byte // the last 64 KiB of the serial console
+	Log() []byte     // the last 16 KiB of what the VMM wrote to stdout and stderr
+	Timing() Timing
+	Memory() (Memory, error) // what the VMM costs the host now
+
+	// Done is closed when nothing of the machine is left. Exit says why; before
+	// Done its Cause is Alive.
+	Done() <-chan struct{}
+	Exit() Exit
+	// Kill ends the VMM and waits until Done.
+	Kill()
+}
+
+// A Timing says how long the phases of Start took.
+type Timing struct {
+	Spawn time.Duration // fork and exec, cgroup, shim handshake
+	QMP   time.Duration // from exec until QMP answered
+	Load  time.Duration // Clone: from QMP until the device state was in
+}
+
+// A Memory is what a VMM process occupies, from /proc/PID/status and its cgroup.
+type Memory struct {
+	Anon       units.Bytes // RssAnon: private guest pages and the VMM's heap
+	File       units.Bytes // RssFile: binary, libraries, root image; shared
+	Shmem      units.Bytes // RssShmem: template pages mapped; shared
+	PageTables units.Bytes // VmPTE
+	Group      units.Bytes // charged to the cgroup, kernel memory and page cache included; 0 without a memory controller
+}

@@ -1,0 +1,57 @@
+# AgentZip. `make` alone says what there is to do. `make demo` and `make test`
+# start from nothing: they install, build and prepare what they need, and skip
+# what is already done.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+# Tests and the demo take the guest agent and the shim from here.
+export AGENTZIP_LIBDIR := $(CURDIR)/bin
+
+# Packages whose tests start VMs or hold the kernel to its word: no test cache
+# for them, and no race detector where TCG already takes the time.
+VM_PACKAGES := ./internal/vmm/... ./internal/template/... ./internal/sandbox/... ./internal/bench/... ./cmd/agentzip/...
+# Everything else is tested twice: as shipped, and with the race detector and the invariants compiled in.
+FUZZTIME ?= 30s
+BENCH ?= .
+ARGS ?=
+
+.PHONY: help demo setup build test race fuzz bench lint fmt e2e clean
+
+help: ## say what there is to do
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: setup ## set everything up and run the main job; ARGS="--think 0.5" passes flags
+	@bin/agentzip demo $(ARGS)
+
+setup: ## packages, binaries and the template (root)
+	@scripts/setup.sh all
+
+build: ## compile bin/agentzip, bin/agentzip-guest, bin/agentzip-shim.so
+	@scripts/setup.sh build
+
+test: setup ## set everything up and run every test
+	@scripts/test.sh all
+
+race: build ## tests of the packages without VMs, race detector and invariants on
+	@scripts/test.sh race
+
+fuzz: build ## each fuzz target for FUZZTIME (30s)
+	@scripts/fuzz.sh $(FUZZTIME)
+
+bench: build ## Go benchmarks; BENCH=regexp picks some
+	@go test -run '^$$' -bench '$(BENCH)' -benchmem ./internal/...
+
+e2e: setup ## only the tests that start VMs
+	@scripts/test.sh vm
+
+lint: build ## golangci-lint with the house rules
+	@scripts/lint.sh
+
+fmt: ## gofumpt over the tree
+	@go tool -modfile=tools/go.mod gofumpt -l -w cmd internal
+
+clean: ## remove bin/ and build/ (templates stay: agentzip template rm)
+	@rm -rf bin build

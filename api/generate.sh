@@ -1,0 +1,11 @@
+#!/bin/sh
+# Writes api/gen from api/proto. Run by "go generate ./api".
+set -eu
+cd "$(dirname "$0")"
+command -v protoc >/dev/null || { echo "protoc is missing: apt-get install protobuf-compiler" >&2; exit 1; }
+rm -rf gen
+mkdir gen
+protoc --proto_path=proto \
+	--plugin=protoc-gen-go="$(go tool -n protoc-gen-go)" --go_out=gen --go_opt=paths=source_relative \
+	--plugin=protoc-gen-connect-go="$(go tool -n protoc-gen-connect-go)" --connect-go_out=gen --connect-go_opt=paths=source_relative \
+	process/process.proto agentzip/guest/v1/guest.proto

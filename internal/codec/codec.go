@@ -53,7 +53,7 @@ type Encoded struct {
 	Kind Kind
 	Dict DictID // 0 unless Kind is KindZstdDict
 	Sum  uint32 // Checksum of the plain page
-	Data []byte // 1..MaxData bytes
+	Data []byte // 0..MaxData bytes; empty: equal to the base (zeros, or the template page)
 }
 
 // Errors of Decode. All mean that dst holds no valid page.

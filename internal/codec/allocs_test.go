@@ -1,0 +1,2 @@
+package codec
+const allowedAllocs = 0

@@ -1,0 +1,71 @@
+package codec
+
+import (
+	"fmt"
+
+	"github.com/agentzip/agentzip/internal/units"
+)
+
+// Decoder decodes pages. One goroutine at a time.
+type Decoder struct {
+	zstd  *decompressor
+	frame frameBuffer
+}
+
+// NewDecoder returns a Decoder. Close frees its native memory.
+func NewDecoder() *Decoder { return &Decoder{zstd: newDecompressor()} }
+
+// Decode writes the page that enc encodes to dst and checks its checksum.
+// template and dict are what Encode was given. It never panics, never writes
+// outside dst and does not allocate, whatever enc holds. After an error
+// (ErrCorrupt, ErrDictionary) dst holds garbage.
+// Preconditions: dst is not template.
+func (d *Decoder) Decode(dst *units.Page, enc Encoded, template *units.Page, dict *Dictionary) error {
+	if len(enc.Data) > MaxData {
+		return errLength
+	}
+	switch enc.Kind {
+	case KindRLE:
+		if !decodeRuns(dst, enc.Data, nil) {
+			return errRuns
+		}
+	case KindDelta:
+		if template == nil {
+			template = &zeroPage
+		}
+		if !decodeRuns(dst, enc.Data, template) {
+			return errRuns
+		}
+	case KindZstd:
+		if !d.zstd.decompress(dst, enc.Data, &d.frame, nil) {
+			return errBlock
+		}
+	case KindZstdDict:
+		if dict == nil || dict.id != enc.Dict || !dict.enter() {
+			return ErrDictionary
+		}
+		ok := d.zstd.decompress(dst, enc.Data, &d.frame, dict.tables)
+		dict.exit()
+		if !ok {
+			return errBlock
+		}
+	default:
+		return errKind
+	}
+	if Checksum(dst) != enc.Sum {
+		return errSum
+	}
+	return nil
+}
+
+// Each wraps ErrCorrupt; made once, so that Decode does not allocate.
+var (
+	errLength = fmt.Errorf("longer than a page: %w", ErrCorrupt)
+	errKind   = fmt.Errorf("unknown encoder: %w", ErrCorrupt)
+	errRuns   = fmt.Errorf("malformed runs: %w", ErrCorrupt)
+	errBlock  = fmt.Errorf("malformed zstd block: %w", ErrCorrupt)
+	errSum    = fmt.Errorf("checksum differs: %w", ErrCorrupt)
+)
+
+// Close frees the native memory of d.
+func (d *Decoder) Close() { d.zstd.free() }

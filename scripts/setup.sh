@@ -154,7 +154,8 @@ build_binaries() {
   compgen -G "cmd/agentzip-guest/*.go" >/dev/null && # not there yet: drop this guard when it is
   build_step agentzip-guest env CGO_ENABLED=0 go build -trimpath -ldflags "-s -w" -o build/out/agentzip-guest ./cmd/agentzip-guest
   [[ ! -e build/out/agentzip-guest ]] || install_if_changed build/out/agentzip-guest bin/agentzip-guest
-  [[ ! -e shim/Makefile ]] || build_step agentzip-shim make -s -C shim
+  build_step agentzip-shim make -s -C shim OUT="$PWD/build/out/agentzip-shim.so"
+  install_if_changed build/out/agentzip-shim.so bin/agentzip-shim.so
 }
 
 main() {

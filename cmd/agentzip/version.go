@@ -74,18 +74,19 @@ func vcsRevision(settings []debug.BuildSetting) string {
 	return rev + suffix
 }
 
-// libFile returns the path of a file that is installed beside this binary or
-// in $AGENTZIP_LIBDIR, or "" when it is not there.
-func libFile(name string) string {
-	dir := os.Getenv("AGENTZIP_LIBDIR")
-	if dir == "" {
-		self, err := os.Executable()
-		if err != nil {
-			return ""
-		}
-		dir = filepath.Dir(self)
+// libDir is where the guest agent and the shim are: beside this binary, or in
+// $AGENTZIP_LIBDIR.
+func libDir() string {
+	self, err := os.Executable()
+	if err != nil {
+		self = "bin/agentzip"
 	}
-	path := filepath.Join(dir, name)
+	return envOr("AGENTZIP_LIBDIR", filepath.Dir(self))
+}
+
+// libFile returns the path of a file in libDir, or "" when it is not there.
+func libFile(name string) string {
+	path := filepath.Join(libDir(), name)
 	if st, err := os.Stat(path); err != nil || !st.Mode().IsRegular() {
 		return ""
 	}

@@ -36,6 +36,7 @@ import (
 	"os"
 	"time"
 
+	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
@@ -84,7 +85,7 @@ type Spec struct {
 	// Disk is the machine's own writable raw disk, opened read-write; nil: no disk.
 	Disk *os.File
 
-	Kernel, Initrd string // Boot only: paths. Initrd may be empty
+	Kernel, Initrd string // Boot only: paths. No Kernel: the firmware boots the disk. Initrd may be empty
 	Cmdline        string // Boot only: the kernel's command line
 
 	State *os.File // Clone only: what SaveState wrote; read from its start, whatever its offset
@@ -105,6 +106,10 @@ type Machine interface {
 	// Reconnect gives the port a new host end and returns it. The guest sees the
 	// port close and open again. Use it when the previous one was closed.
 	Reconnect(ctx context.Context) (net.Conn, error)
+
+	// Shim returns the daemon's end of the preloaded library, for guestmem.Attach
+	// before Resume; nil if the Spec named none. It is closed with the machine.
+	Shim() *guestmem.Shim
 
 	// Resume lets the vCPUs run. Stop halts them and flushes the disk.
 	Resume(ctx context.Context) error

@@ -1,0 +1,126 @@
+package guestagent
+
+import (
+	"encoding/json"
+	"errors"
+	"log"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"connectrpc.com/connect"
+
+	"github.com/agentzip/agentzip/api/gen/agentzip/guest/v1/guestv1connect"
+	"github.com/agentzip/agentzip/api/gen/process/processconnect"
+)
+
+// Options are a Server's surroundings. All fields are immutable after New.
+type Options struct {
+	System      System                        // what Guest acts on
+	Lookup      func(string) (Account, error) // nil: LookupAccount
+	DefaultUser string                        // for requests that name none; "" is "user"
+	Env         map[string]string             // variables of every command
+	Version     string                        // of the agent's build
+	Shielded    bool                          // the agent is hidden from the OOM killer
+	Busy        func(bool)                    // called when the first command starts and the last one ended; may be nil
+}
+
+// Server answers the host. It is safe for concurrent use.
+type Server struct {
+	options   Options
+	processes *processes
+	handler   http.Handler
+
+	sealed atomic.Bool
+	// identity orders Quiesce and Personalize, which are whole or not at all.
+	identity sync.Mutex
+}
+
+// New makes a Server that is open.
+func New(o Options) *Server {
+	if o.Lookup == nil {
+		o.Lookup = LookupAccount
+	}
+	if o.DefaultUser == "" {
+		o.DefaultUser = "user"
+	}
+	s := &Server{options: o, processes: &processes{shielded: o.Shielded, busy: o.Busy, byPID: map[uint32]*process{}}}
+	mux := http.NewServeMux()
+	mux.Handle(processconnect.NewProcessHandler(&processService{server: s}))
+	mux.Handle(guestv1connect.NewGuestHandler(&guestService{server: s}))
+	mux.HandleFunc("GET /files", s.download)
+	mux.HandleFunc("POST /files", s.upload)
+	mux.HandleFunc("GET /health", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) })
+	s.handler = s.gate(mux)
+	return s
+}
+
+// Serve answers the sessions of l until l is closed.
+func (s *Server) Serve(l net.Listener) error {
+	var protocols http.Protocols
+	protocols.SetUnencryptedHTTP2(true)
+	server := &http.Server{
+		Handler:   s.handler,
+		Protocols: &protocols,
+		// No timeouts and no pings: the link is a pipe to the VMM on the same
+		// machine, its end is seen as such, and timers would wake an idle guest.
+		HTTP2: &http.HTTP2Config{
+			MaxConcurrentStreams: 1000,
+			// What an upload may have in flight: the guest's disk is slower than the link.
+			MaxReceiveBufferPerConnection: 1 << 20,
+			MaxReceiveBufferPerStream:     256 << 10,
+		},
+		ErrorLog: log.New(os.Stderr, "agentzip-guest: ", 0),
+	}
+	err := server.Serve(l)
+	if errors.Is(err, net.ErrClosed) || errors.Is(err, http.ErrServerClosed) {
+		return nil
+	}
+	return err
+}
+
+// errSealed is the answer to commands and files between Quiesce and Personalize.
+var errSealed = errors.New("the guest is sealed: it is part of a template and was not personalized yet")
+
+// gate refuses what a sealed guest must not do.
+func (s *Server) gate(next http.Handler) http.Handler {
+	rpcErrors := connect.NewErrorWriter()
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch {
+		case !s.sealed.Load():
+		case strings.HasPrefix(r.URL.Path, "/"+processconnect.ProcessName+"/"):
+			_ = rpcErrors.Write(w, r, connect.NewError(connect.CodeFailedPrecondition, errSealed))
+			return
+		case r.URL.Path == "/files":
+			writeError(w, http.StatusPreconditionFailed, errSealed.Error())
+			return
+		}
+		next.ServeHTTP(w, r)
+	})
+}
+
+// writeError sends the error body that E2B's clients read.
+func writeError(w http.ResponseWriter, status int, message string) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	_ = json.NewEncoder(w).Encode(struct {
+		Code    int    `json:"code"`
+		Message string `json:"message"`
+	}{status, message})
+}
+
+// Drain waits until no command runs, at most for limit. Tests and Shutdown use it.
+func (s *Server) Drain(limit time.Duration) bool {
+	deadline := time.Now().Add(limit)
+	for s.processes.runningCount() > 0 {
+		if time.Now().After(deadline) {
+			return false
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+	return true
+}

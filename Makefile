@@ -10,10 +10,6 @@ MAKEFLAGS += --no-builtin-rules
 # Tests and the demo take the guest agent and the shim from here.
 export AGENTZIP_LIBDIR := $(CURDIR)/bin
 
-# Packages whose tests start VMs or hold the kernel to its word: no test cache
-# for them, and no race detector where TCG already takes the time.
-VM_PACKAGES := ./internal/vmm/... ./internal/template/... ./internal/sandbox/... ./internal/bench/... ./cmd/agentzip/...
-# Everything else is tested twice: as shipped, and with the race detector and the invariants compiled in.
 FUZZTIME ?= 30s
 BENCH ?= .
 ARGS ?=

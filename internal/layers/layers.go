@@ -54,6 +54,7 @@ var rows = map[string]int{
 	"api":                 0, // generated messages: data without behaviour
 	"cmd/agentzip":        top,
 	"cmd/agentzip-guest":  top,
+	"scripts/testsum":     top,
 }
 
 // An Import is one import statement of a Go file of the module.

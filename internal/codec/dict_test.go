@@ -19,7 +19,7 @@ var trainOnce = sync.OnceValues(func() ([]byte, error) {
 			pages = append(pages, *s.page)
 		}
 	}
-	return Train(pages, 16<<10)
+	return Train(pages, 32<<10)
 })
 
 // trained returns a dictionary trained on made pages, the same for all tests.

@@ -82,15 +82,24 @@ func pointerPage(r *rand.Rand) *units.Page {
 	return &p
 }
 
+// lines is what all text pages share, whatever their seed: a dictionary can
+// know it, a page alone repeats little of it.
+var lines = func() (lines [400]string) {
+	r := rand.New(rand.NewPCG(7, 7))
+	for i := range lines {
+		l := make([]byte, 15+r.IntN(50))
+		for k := range l {
+			l[k] = "eeeaaatttoinshrdlucmfwyp_ .()="[r.IntN(30)]
+		}
+		lines[i] = string(l)
+	}
+	return lines
+}()
+
 func textPage(r *rand.Rand) *units.Page {
-	words := strings.Fields("import self return def class None True for in if not raise ValueError assert test response handler request headers body stream yield await async with as open read write path name value")
 	var b bytes.Buffer
 	for b.Len() < units.PageSize {
-		if r.IntN(9) == 0 {
-			b.WriteString("\n        ")
-		}
-		b.WriteString(words[r.IntN(len(words))])
-		b.WriteByte(" .(_"[r.IntN(4)])
+		fmt.Fprintf(&b, "%*s%s\n", 4*r.IntN(3), "", lines[r.IntN(len(lines))])
 	}
 	return (*units.Page)(b.Bytes())
 }
@@ -187,3 +196,11 @@ func dumpedPages(tb testing.TB, name, template string, most int) []sample {
 	}
 	return out
 }
+
+func fill(b []byte, v byte) {
+	for i := range b {
+		b[i] = v
+	}
+}
+
+func newRand(seed uint64) *rand.Rand { return rand.New(rand.NewPCG(seed, 1)) }

@@ -16,56 +16,93 @@ import (
 // then a run of bytes that need no storing because they equal
 //
 //	base   the base page at the same place: zeros (RLE) or the template (delta)
-//	zero   nothing: the bytes are zero. In RLE, where base says that: 16 bytes earlier
-//	byte   the byte before
-//	word   the byte 8 earlier: arrays of pointers and counters
+//	zero   nothing, they are zero (delta only)
+//	word   the bytes 8 earlier: one byte or one pointer over and over
+//	pair   the bytes 16 earlier: pairs of words
 //
 // What follows the last step equals the base. So a page equal to its base is
-// no bytes at all, and a page with one changed counter about six.
+// no bytes at all, and a page with one changed counter is five to seven.
+//
+// Runs are looked for at aligned words and then grown to both sides byte by
+// byte. Looking at every byte finds 0.3 % more beside zstd and took 15 us a
+// page instead of 2 (4,987 pages of a Debian guest after git and pytest).
+//
+// XOR with the template and LZ4, the rejected alternative: alone it is smaller
+// (234 B a page against 337 B, on the 1,139 of those pages that have a template
+// page), but where its gain is, zstd with a dictionary gains more. Beside that:
+// runs 142 B, LZ4 163 B, both 138 B; decode 0.34 us against 1.0 us.
 
 type source uint8
 
 const (
 	fromBase source = iota
 	fromZero
-	fromByte
 	fromWord
+	fromPair
 )
 
 const (
-	countMore = 7                     // the 3-bit count that says "a varint follows"
-	minRun    = 3                     // shorter runs cost as much as the literals they replace
-	maxRuns   = 2*units.PageSize + 64 // what a page may need at worst, see appendStep
+	wordLen = 8
+	pairLen = 16
+
+	countMore = 7 // the 3-bit count that says "a varint follows"
+
+	// maxRuns is what a page needs at worst: a step is at most 5 bytes and its
+	// literals, and covers its literals and a run of at least a word; the last
+	// step may have no run.
+	maxRuns = units.PageSize + 5
 )
+
+type runBuffer [maxRuns]byte
 
 var zeroPage units.Page
 
 // encodeRuns writes page as steps against base (nil: zeros) to dst and returns
-// their length; -1 as soon as they would exceed limit.
-// Preconditions: limit <= MaxData.
-func encodeRuns(dst *[maxRuns]byte, page, base *units.Page, limit int) int {
+// their length; -1 if they exceed limit.
+func encodeRuns(dst *runBuffer, page, base *units.Page, limit int) int {
 	delta := base != nil
 	if !delta {
 		base = &zeroPage
 	}
 	out, lit := 0, 0 // lit: where the pending literals start
 	for i := 0; i < units.PageSize; {
-		n, src := longestRun(page, base, i, delta)
-		if n < minRun {
-			i++
+		src, back, found := runAt(page, base, i, delta)
+		if !found {
+			i += wordLen
 			continue
 		}
-		if i+n == units.PageSize && src == fromBase && i == lit {
+		from, to := i, i+wordLen
+		switch src {
+		case fromBase:
+			to += matchLen(page, base, to, to)
+			for from > lit && page[from-1] == base[from-1] {
+				from--
+			}
+		case fromZero:
+			to += matchLen(page, &zeroPage, to, to)
+			for from > lit && page[from-1] == 0 {
+				from--
+			}
+		default:
+			to += matchLen(page, page, to, to-back)
+			for from > max(lit, back) && page[from-1] == page[from-1-back] {
+				from--
+			}
+		}
+		if to == units.PageSize && src == fromBase && from == lit {
 			return out // the implied end
 		}
-		out = appendStep(dst, out, page[lit:i], src, n)
+		out = appendStep(dst, out, page[lit:from], src, to-from)
 		if out > limit {
 			return -1
 		}
-		i += n
-		lit = i
+		lit = to
+		i = (to + wordLen - 1) &^ (wordLen - 1)
 	}
 	if lit < units.PageSize {
+		if out+units.PageSize-lit >= limit {
+			return -1
+		}
 		out = appendStep(dst, out, page[lit:], fromBase, 0)
 	}
 	if out > limit {
@@ -74,44 +111,34 @@ func encodeRuns(dst *[maxRuns]byte, page, base *units.Page, limit int) int {
 	return out
 }
 
-// longestRun returns the source that covers most bytes of page from i on.
-func longestRun(page, base *units.Page, i int, delta bool) (int, source) {
-	n, src := matchLen(page, base, i, i), fromBase
-	if n >= 64 {
-		return n, src
+// runAt returns a source that covers the word of page at i, the cheapest to
+// decode first; back is the distance of word and pair.
+// Preconditions: i is a multiple of wordLen below PageSize.
+func runAt(page, base *units.Page, i int, delta bool) (src source, back int, found bool) {
+	w := binary.LittleEndian.Uint64(page[i : i+wordLen])
+	switch {
+	case w == binary.LittleEndian.Uint64(base[i:i+wordLen]):
+		return fromBase, 0, true
+	case delta && w == 0:
+		return fromZero, 0, true
+	case i >= wordLen && w == binary.LittleEndian.Uint64(page[i-wordLen:i]):
+		return fromWord, wordLen, true
+	case i >= pairLen && w == binary.LittleEndian.Uint64(page[i-pairLen:i-pairLen+wordLen]):
+		return fromPair, pairLen, true
 	}
-	if i >= 8 {
-		if m := matchLen(page, page, i, i-8); m > n {
-			n, src = m, fromWord
-		}
-	}
-	if i >= 1 {
-		if m := matchLen(page, page, i, i-1); m > n {
-			n, src = m, fromByte
-		}
-	}
-	if delta {
-		if m := matchLen(page, &zeroPage, i, i); m > n {
-			n, src = m, fromZero
-		}
-	} else if i >= 16 {
-		if m := matchLen(page, page, i, i-16); m > n {
-			n, src = m, fromZero
-		}
-	}
-	return n, src
+	return 0, 0, false
 }
 
 // matchLen returns how many bytes of a from i on equal those of b from j on.
-// Preconditions: j <= i < PageSize.
+// Preconditions: j <= i <= PageSize.
 func matchLen(a, b *units.Page, i, j int) int {
 	n := 0
-	for i+n+8 <= units.PageSize {
+	for i+n+wordLen <= units.PageSize {
 		x := binary.LittleEndian.Uint64(a[i+n:]) ^ binary.LittleEndian.Uint64(b[j+n:])
 		if x != 0 {
 			return n + bits.TrailingZeros64(x)/8
 		}
-		n += 8
+		n += wordLen
 	}
 	for i+n < units.PageSize && a[i+n] == b[j+n] {
 		n++
@@ -119,21 +146,42 @@ func matchLen(a, b *units.Page, i, j int) int {
 	return n
 }
 
-// appendStep writes one step at out and returns its end. A step is at most
-// 1 + 2 + len(lits) + 2 bytes and covers at least minRun+len(lits) bytes of
-// the page (but for the last), so a page is less than maxRuns.
-func appendStep(dst *[maxRuns]byte, out int, lits []byte, src source, run int) int {
-	c := byte(min(len(lits), countMore))<<5 | byte(src)<<3 | byte(min(run, countMore))
-	dst[out] = c
+// appendStep writes one step at out and returns its end.
+func appendStep(dst *runBuffer, out int, lits []byte, src source, run int) int {
+	dst[out] = byte(min(len(lits), countMore))<<5 | byte(src)<<3 | byte(min(run, countMore))
 	out++
 	if len(lits) >= countMore {
-		out += binary.PutUvarint(dst[out:], uint64(len(lits)-countMore))
+		out = putCount(dst, out, len(lits)-countMore)
 	}
 	out += copy(dst[out:], lits)
 	if run >= countMore {
-		out += binary.PutUvarint(dst[out:], uint64(run-countMore))
+		out = putCount(dst, out, run-countMore)
 	}
 	return out
+}
+
+// putCount writes n < 1<<14 in one or two bytes, low bits first.
+func putCount(dst *runBuffer, out, n int) int {
+	if n < 0x80 {
+		dst[out] = byte(n)
+		return out + 1
+	}
+	dst[out], dst[out+1] = byte(n)|0x80, byte(n>>7)
+	return out + 2
+}
+
+// getCount returns a 3-bit count with the rest that may follow in data, and
+// what is left of data.
+func getCount(c byte, data []byte) (n int, rest []byte, ok bool) {
+	switch n = int(c); {
+	case n < countMore:
+		return n, data, true
+	case len(data) > 0 && data[0] < 0x80:
+		return n + int(data[0]), data[1:], true
+	case len(data) > 1 && data[1] < 0x80:
+		return n + (int(data[0]&0x7f) | int(data[1])<<7), data[2:], true
+	}
+	return 0, nil, false
 }
 
 // decodeRuns writes the page that data describes to dst and reports whether
@@ -149,83 +197,43 @@ func decodeRuns(dst *units.Page, data []byte, base *units.Page) bool {
 	pos := 0 // bytes of the page done
 	for len(data) > 0 {
 		c := data[0]
-		data = data[1:]
-		lits, run := int(c>>5), int(c&7)
-		if lits == countMore {
-			n, k := uvarint(data)
-			if k == 0 {
-				return false
-			}
-			lits += n
-			data = data[k:]
-		}
-		if lits > len(data) || lits > units.PageSize-pos {
+		lits, rest, ok := getCount(c>>5, data[1:])
+		if !ok || lits > len(rest) || lits > units.PageSize-pos {
 			return false
 		}
-		pos += copy(dst[pos:], data[:lits])
-		data = data[lits:]
-		if run == countMore {
-			n, k := uvarint(data)
-			if k == 0 {
-				return false
-			}
-			run += n
-			data = data[k:]
-		}
-		if run > units.PageSize-pos {
+		pos += copy(dst[pos:], rest[:lits])
+		run, rest, ok := getCount(c&7, rest[lits:])
+		if !ok || run > units.PageSize-pos {
 			return false
 		}
-		switch src := source(c >> 3 & 3); src {
+		data = rest
+		switch source(c >> 3 & 3) {
 		case fromBase:
-		case fromByte:
-			if pos < 1 {
-				return false
-			}
-			fill(dst[pos:pos+run], dst[pos-1])
-		case fromWord:
-			if !repeat(dst, pos, run, 8) {
-				return false
-			}
+			ok = true
 		case fromZero:
-			if delta {
-				clear(dst[pos : pos+run])
-			} else if !repeat(dst, pos, run, 16) {
-				return false
-			}
+			clear(dst[pos : pos+run])
+			ok = delta
+		case fromWord:
+			ok = repeat(dst, pos, run, wordLen)
+		case fromPair:
+			ok = repeat(dst, pos, run, pairLen)
+		}
+		if !ok {
+			return false
 		}
 		pos += run
 	}
 	return true
 }
 
-// uvarint reads a count below 1<<14 and the number of its bytes, 0 if data
-// holds none. Counts are below PageSize: two bytes are enough.
-func uvarint(data []byte) (n, k int) {
-	if len(data) == 0 {
-		return 0, 0
-	}
-	if data[0] < 0x80 {
-		return int(data[0]), 1
-	}
-	if len(data) < 2 || data[1] >= 0x80 {
-		return 0, 0
-	}
-	return int(data[0]&0x7f) | int(data[1])<<7, 2
-}
-
-func fill(b []byte, v byte) {
-	for i := range b {
-		b[i] = v
-	}
-}
-
-// repeat copies run bytes at pos from back bytes earlier, which may overlap.
+// repeat copies run bytes to pos from back bytes earlier; they may overlap.
+// Preconditions: pos+run <= PageSize.
 func repeat(dst *units.Page, pos, run, back int) bool {
 	if pos < back {
 		return false
 	}
 	start, end := pos-back, pos+run
-	for pos < end { // the repeated part doubles
+	for pos < end { // what may be copied at once doubles
 		pos += copy(dst[pos:end], dst[start:pos])
 	}
 	return true

@@ -42,6 +42,10 @@ static size_t agz_decompress(ZSTD_DCtx *d, const ZSTD_DDict *dd, void *dst, size
 
 static ZSTD_CDict *agz_new_cdict(const void *raw, size_t n, int level) {
 	ZSTD_compressionParameters p = ZSTD_getCParams(level, 4096, n);
+	// A dictionary of 64 KiB asks for tables of up to 1 MiB at this level; with
+	// 1<<14 entries each they are 142 KiB and pages grow by 0.5 %.
+	if (p.hashLog > 14) p.hashLog = 14;
+	if (p.chainLog > 14) p.chainLog = 14;
 	return ZSTD_createCDict_advanced(raw, n, ZSTD_dlm_byRef, ZSTD_dct_fullDict, p, ZSTD_defaultCMem);
 }
 

@@ -1,2 +1,0 @@
-package codec
-const allowedAllocs = 0

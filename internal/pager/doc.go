@@ -1,0 +1,88 @@
+// Package pager keeps the private pages of sandboxes right while it compresses and
+// restores them. One wrong guest byte is the worst bug this project can have, so
+// everything that decides over a page's content is in this package and follows the
+// rules below. docs/architecture.md has the picture.
+//
+// # States
+//
+// The page table of a sandbox has one word for each guest page: a tag and, for
+// Evicted and Clean, a pool handle.
+//
+//	state       if the page is mapped in the VMM        if it is not mapped
+//	Template    the mapping is the truth                content is the image's page; a hole is zeros
+//	Zero        the mapping is the truth                content is zeros
+//	Kept(c)     the mapping is the truth                content is the image's page (never happens, see rule 4)
+//	Busy        write-protected, being encoded          cannot be
+//	Evicted(h)  only between publish and drop           content is pool entry h
+//	Clean(h)    write-protected, equal to entry h       cannot be
+//
+// "Mapped" may be the image's own page (read-only, by CONTINUE), the zero page (by
+// ZEROPAGE) or a private page. A write to the first two makes a private copy inside
+// the kernel without any event, so Template and Zero say nothing about which it is:
+// the mapping is the truth. Kept is Template plus the memory that the content with the
+// checksum c did not shrink, so that an unchanged page is not encoded in every pass.
+//
+//	Template/Zero/Kept --protect, read--> Busy --publish, drop--> Evicted(h)
+//	Busy --equal to the image's page, publish, drop--> Template
+//	Busy --all zeros, publish, drop--> Zero
+//	Busy --does not shrink, unprotect--> Kept
+//	Busy --pass cancelled after its encoding was verified--> Clean(h)
+//	Busy --pass given up, unprotect--> what it was
+//	Busy --write fault, unprotect--> Template                     (cancelled)
+//	Evicted(h) --read fault or Restore, install protected--> Clean(h)
+//	Evicted(h) --write fault, install writable, release h--> Template
+//	Clean(h) --write fault, unprotect, release h--> Template
+//	Clean(h) --pass, publish, drop--> Evicted(h)                  (nothing to encode)
+//
+// # Faults
+//
+// The kernel reports an access as MISSING (not mapped, hole in the image), MINOR (not
+// mapped, the image has a page) or WP (mapped and write-protected). MISSING and MINOR
+// are handled alike, as "absent": whether the image has a page is asked of the image,
+// because the kernel may fill a hole with a page of zeros. Events can be stale: between
+// the access and its service, under the mutex, the page may have changed state.
+//
+//	state       absent, read              absent, write             WP (always a write)
+//	Template    CONTINUE or ZEROPAGE      the same; the kernel      stale: unprotect
+//	            with neighbours; mapped   copies at the retry
+//	            already: WAKE
+//	Kept        as Template               as Template               stale: unprotect
+//	Zero        ZEROPAGE with neighbours; the same                  stale: unprotect
+//	            mapped already: WAKE
+//	Busy        stale: WAKE               stale: WAKE               unprotect -> Template (cancelled)
+//	Evicted(h)  COPY protected            COPY writable, release    the page went after the event:
+//	            -> Clean(h)               -> Template               as "absent, write"
+//	Clean(h)    stale: WAKE               stale: WAKE (comes back   unprotect, release -> Template
+//	                                      as WP)
+//
+// Each handled event ends with a wake: COPY, CONTINUE, ZEROPAGE and unprotect wake for
+// what they did; where they did nothing there is an explicit WAKE. A thread that was
+// woken too early faults again.
+//
+// # Rules
+//
+//  1. Every change of a word, and the ioctl or drop that belongs to it, happens under
+//     Pager.mu. Reading, encoding, verifying and decoding ahead happen outside it.
+//  2. A word is published before the physical page is dropped.
+//  3. A page is dropped only if it has been write-protected since before it was read,
+//     still has the state this pass gave it, and its entry in the pool was decoded
+//     and compared equal with all 4096 bytes that were read. A Clean page was so.
+//  4. A page in Busy, Clean or Kept is mapped; in Busy and Clean it is also protected. Nothing but
+//     a drop by this package unmaps a page of the guest.
+//  5. CONTINUE is issued only for Template (and Kept) where the image has a page, ZEROPAGE only
+//     for Zero and for Template where it has none, both under the mutex. So a stale
+//     template page can never cover an evicted one.
+//  6. Dropping a protected page leaves a write-protect marker in the page table of the VMM
+//     (mm/memory.c, zap_install_uffd_wp_if_needed). ZEROPAGE takes it for a mapped page and
+//     PAGEMAP_SCAN for one in swap. So each drop is followed, under the same lock, by an
+//     unprotect of the same ranges.
+//  7. An error nobody expected is fatal to the sandbox, named, and leaves the guest's
+//     threads waiting: a guest that waits is killed, a guest that runs on is corrupt.
+//
+// # Locks
+//
+// Lock order: Pager.life (read), Pager.passes, Pager.mu, then the locks inside pool,
+// cohort and guestmem.Shim. Server's entry lock comes before Pager.mu. Evict, Restore,
+// Usage, Stats and DrainTouched may be called from any goroutine; faults are handled by
+// the Server's threads. Close comes last.
+package pager

@@ -1,0 +1,346 @@
+package pager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/agentzip/agentzip/internal/guestmem"
+	"github.com/agentzip/agentzip/internal/pool"
+	"github.com/agentzip/agentzip/internal/units"
+)
+
+// An EvictResult says what one pass did, in pages.
+type EvictResult struct {
+	Scanned   int         // private pages found
+	Dropped   int         // freed: Encoded + Zeros + Equal + Clean
+	Encoded   int         // encoded, verified and dropped
+	Zeros     int         // dropped because all zeros
+	Equal     int         // dropped because equal to the template
+	Clean     int         // dropped without encoding
+	Kept      int         // stay: they do not shrink
+	Cancelled int         // stay: written meanwhile
+	Abandoned int         // stay: the pass ended, or the pool was full
+	Bytes     units.Bytes // of the encodings
+	Took      time.Duration
+}
+
+// Evict makes one pass over all private pages: it encodes what shrinks into the pool and
+// frees the pages. When ctx is cancelled the pass ends within the batch in hand (at most
+// BatchPages pages): what is encoded by then becomes Clean and stays, the rest is as it
+// was. The guest runs on all the while.
+//
+// The result counts what was done, also with an error. pool.ErrFull: nothing was encoded
+// from there on; zero, equal and clean pages were dropped all the same. ErrVerify: see
+// there. ErrGone: the VMM is dead. ErrFatal: OnFatal was told.
+//
+// Only one pass runs at a time; a second caller waits.
+func (p *Pager) Evict(ctx context.Context) (EvictResult, error) {
+	p.life.RLock()
+	defer p.life.RUnlock()
+	var res EvictResult
+	select {
+	case p.passes <- struct{}{}:
+		defer func() { <-p.passes }()
+	case <-ctx.Done():
+		return res, ctx.Err()
+	}
+	if p.closed {
+		return res, ErrClosed
+	}
+	start := time.Now()
+	err := p.workers.onThread(ctx, func(w *worker) error { return p.pass(ctx, w, &res) })
+	res.Took = time.Since(start)
+	p.stats.notePass(res)
+	if err != nil && !errors.Is(err, ErrFatal) && ctx.Err() == nil {
+		err = fmt.Errorf("evict pages of sandbox %s: %w", p.name, err)
+	}
+	return res, err
+}
+
+func (c *counters) notePass(r EvictResult) {
+	c.passes.Add(1)
+	c.scanned.Add(uint64(r.Scanned))
+	c.encodedPages.Add(uint64(r.Encoded))
+	c.zeroPages.Add(uint64(r.Zeros))
+	c.equalPages.Add(uint64(r.Equal))
+	c.cleanPages.Add(uint64(r.Clean))
+	c.keptPages.Add(uint64(r.Kept))
+	c.evicting.Add(int64(r.Took))
+}
+
+// pass scans and hands batches of frames to evictBatch.
+func (p *Pager) pass(ctx context.Context, w *worker, res *EvictResult) error {
+	b := &w.batch
+	b.begin()
+	var failed error
+	next := func() bool {
+		if b.n == 0 {
+			return true
+		}
+		failed = p.evictBatch(ctx, w, res)
+		b.n = 0
+		if failed == nil {
+			failed = ctx.Err()
+		}
+		return failed == nil
+	}
+	err := p.mem.Scan(func(r guestmem.Run, _ bool) bool {
+		res.Scanned += r.Pages
+		for i := range r.Pages {
+			b.frames[b.n] = r.Start + units.Frame(i)
+			b.n++
+			if b.n == BatchPages && !next() {
+				return false
+			}
+		}
+		return true
+	})
+	if failed == nil && err == nil {
+		next()
+	}
+	if err := errors.Join(err, failed); err != nil {
+		return err
+	}
+	if b.full {
+		p.stats.fullPasses.Add(1)
+		return fmt.Errorf("%d pages stay: %w", res.Abandoned, pool.ErrFull)
+	}
+	return b.verify
+}
+
+// A fate is what a pass decided about a page of its batch.
+type fate uint8
+
+const (
+	fateSkip    fate = iota // not ours: it was in no state to be evicted
+	fateClean               // was Clean when looked at: drop without encoding
+	fateAbandon             // unprotect, back to what it was
+	fateKeep                // does not shrink: unprotect, Kept
+	fateZero                // drop, Zero
+	fateEqual               // drop, Template
+	fateEncoded             // drop, Evicted
+)
+
+// A batch is up to BatchPages frames in ascending order that a pass has in hand.
+type batch struct {
+	n      int
+	frames [BatchPages]units.Frame
+	before [BatchPages]entry // the word when it was taken in hand
+	fates  [BatchPages]fate
+	slot   [BatchPages]int   // its page in the worker's buffer, if it is read
+	after  [BatchPages]entry // fateEncoded: Evicted(h); fateKeep: Kept(sum)
+
+	full   bool  // the pool was full in this pass
+	verify error // the first encoding of this pass that failed verification
+}
+
+func (b *batch) begin() { b.n, b.full, b.verify = 0, false, nil }
+
+// runs collects the neighbouring frames of those the filter selects.
+func (b *batch) runs(dst []guestmem.Run, selected func(i int) bool) []guestmem.Run {
+	dst = dst[:0]
+	for i := range b.n {
+		if !selected(i) {
+			continue
+		}
+		if k := len(dst); k > 0 && dst[k-1].Start+units.Frame(dst[k-1].Pages) == b.frames[i] {
+			dst[k-1].Pages++
+			continue
+		}
+		dst = append(dst, guestmem.Run{Start: b.frames[i], Pages: 1})
+	}
+	return dst
+}
+
+// evictBatch takes the frames of the batch through protect, read, encode, publish, drop.
+func (p *Pager) evictBatch(ctx context.Context, w *worker, res *EvictResult) error {
+	b := &w.batch
+	w.lock(p)
+	err := p.protectBatch(w)
+	w.unlock(p)
+	if err != nil {
+		return err
+	}
+	if err := p.readBatch(w); err != nil {
+		w.lock(p)
+		defer w.unlock(p)
+		for i := range b.n {
+			if b.fates[i] != fateSkip && b.fates[i] != fateClean {
+				b.fates[i] = fateAbandon
+			} else {
+				b.fates[i] = fateSkip
+			}
+		}
+		return errors.Join(err, p.publishBatch(w, false, res))
+	}
+	for i := range b.n {
+		if b.fates[i] != fateAbandon {
+			continue
+		}
+		if ctx.Err() != nil {
+			break
+		}
+		if p.table.load(b.frames[i]) == entryBusy { // else cancelled: no use encoding it
+			p.encode(w, i)
+		}
+	}
+	w.lock(p)
+	defer w.unlock(p)
+	return p.publishBatch(w, ctx.Err() == nil, res)
+}
+
+// protectBatch makes the pages that may be encoded Busy and write-protects them, run by
+// run; faults go first in between. Caller holds mu.
+func (p *Pager) protectBatch(w *worker) error {
+	b := &w.batch
+	if p.dead != nil {
+		return p.dead
+	}
+	pages := 0
+	for i := 0; i < b.n; {
+		e := p.table.load(b.frames[i])
+		if !e.mayBeEncoded() {
+			b.fates[i] = fateSkip
+			if e.tag() == tagClean {
+				b.fates[i], b.before[i] = fateClean, e
+			}
+			i++
+			continue
+		}
+		j := i
+		for j < b.n && b.frames[j] == b.frames[i]+units.Frame(j-i) {
+			e := p.table.load(b.frames[j])
+			if !e.mayBeEncoded() {
+				break
+			}
+			b.before[j], b.fates[j], b.slot[j] = e, fateAbandon, pages
+			p.table.store(b.frames[j], entryBusy)
+			pages++
+			j++
+		}
+		run := guestmem.Run{Start: b.frames[i], Pages: j - i}
+		if err := p.mem.Protect(run); err != nil {
+			// Perhaps a part of it is protected. What was taken in hand goes back.
+			for k := j; k < b.n; k++ {
+				b.fates[k] = fateSkip
+			}
+			err = fmt.Errorf("write-protect %d pages from frame %d: %w", run.Pages, run.Start, err)
+			return errors.Join(err, p.publishBatch(w, false, &EvictResult{}))
+		}
+		i = j
+		w.makeWay(p)
+	}
+	return nil
+}
+
+// readBatch reads the Busy pages of the batch into the worker's buffer. A page that is
+// written meanwhile is torn there, but it is no longer Busy then.
+func (p *Pager) readBatch(w *worker) error {
+	b := &w.batch
+	runs := b.runs(w.runs[:0], func(i int) bool { return b.fates[i] == fateAbandon })
+	pages := 0
+	for _, r := range runs {
+		pages += r.Pages
+	}
+	if pages == 0 {
+		return nil
+	}
+	if err := p.mem.Read(w.pages.Data[:pages*units.PageSize], runs); err != nil {
+		return fmt.Errorf("read %d pages from frame %d: %w", pages, runs[0].Start, err)
+	}
+	return nil
+}
+
+// publishBatch ends the batch: new words first, then the drop. With drop unset, encoded
+// pages become Clean and stay, and nothing is dropped. Caller holds mu.
+func (p *Pager) publishBatch(w *worker, drop bool, res *EvictResult) error {
+	b := &w.batch
+	var dropped, released [BatchPages]bool
+	for i := range b.n {
+		dropped[i], released[i] = p.publish(b, i, drop, res)
+	}
+	dead := p.dead
+	runs := b.runs(w.runs[:0], func(i int) bool { return released[i] })
+	for _, r := range runs {
+		if dead != nil {
+			break
+		}
+		if err := p.mem.Unprotect(r); err != nil {
+			dead = p.fail(fmt.Errorf("unprotect %d pages from frame %d: %w", r.Pages, r.Start, err))
+		}
+	}
+	runs = b.runs(w.runs[:0], func(i int) bool { return dropped[i] })
+	if len(runs) == 0 || dead != nil {
+		return dead
+	}
+	if err := p.mem.Drop(runs); err != nil {
+		return p.fail(err)
+	}
+	for _, r := range runs { // rule 6: the markers
+		if err := p.mem.Unprotect(r); err != nil {
+			return p.fail(fmt.Errorf("clear markers of %d pages from frame %d: %w", r.Pages, r.Start, err))
+		}
+	}
+	return nil
+}
+
+// publish stores the new word of the i-th page. dropped: its physical page must be freed
+// now; released: it must be unprotected now. Caller holds mu.
+func (p *Pager) publish(b *batch, i int, drop bool, res *EvictResult) (dropped, released bool) {
+	f, fate := b.frames[i], b.fates[i]
+	now := p.table.load(f)
+	if fate == fateSkip {
+		return false, false
+	}
+	if fate == fateClean {
+		if now != b.before[i] || !drop {
+			return false, false // written meanwhile, or the pass ends
+		}
+		p.table.store(f, evicted(now.handle()))
+		res.Clean++
+		res.Dropped++
+		return true, false
+	}
+	if now != entryBusy {
+		if fate == fateEncoded {
+			p.unref(b.after[i].handle())
+		}
+		res.Cancelled++
+		return false, false
+	}
+	if !drop && (fate == fateZero || fate == fateEqual) {
+		fate = fateAbandon
+	}
+	switch fate {
+	case fateEncoded:
+		p.hold(b.after[i].handle())
+		enc := p.pool.View(b.after[i].handle())
+		p.stats.kindPages[int(enc.Kind)%kinds].Add(1)
+		p.stats.kindBytes[int(enc.Kind)%kinds].Add(uint64(len(enc.Data)))
+		res.Encoded++
+		res.Bytes += units.Bytes(len(enc.Data))
+		if !drop {
+			p.table.store(f, clean(b.after[i].handle()))
+			return false, false
+		}
+		p.table.store(f, b.after[i])
+	case fateZero:
+		p.table.store(f, entryZero)
+		res.Zeros++
+	case fateEqual:
+		p.table.store(f, entryTemplate)
+		res.Equal++
+	case fateKeep:
+		p.table.store(f, b.after[i])
+		res.Kept++
+		return false, true
+	case fateAbandon, fateSkip, fateClean:
+		p.table.store(f, b.before[i])
+		res.Abandoned++
+		return false, true
+	}
+	res.Dropped++
+	return true, false
+}

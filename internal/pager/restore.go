@@ -1,0 +1,164 @@
+package pager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/agentzip/agentzip/internal/units"
+)
+
+// Restore brings evicted pages back ahead of their use and maps template and zero pages;
+// pages that are there already, frames out of range and repetitions are skipped. It returns
+// how many pages it brought. Evicted pages are decoded outside the lock and become Clean.
+// Frames are taken in hand BatchPages at a time, in the order given; ctx is asked between.
+//
+// ErrFatal and ErrGone are as for Evict.
+func (p *Pager) Restore(ctx context.Context, frames []units.Frame) (int, error) {
+	p.life.RLock()
+	defer p.life.RUnlock()
+	if p.closed {
+		return 0, ErrClosed
+	}
+	if len(frames) == 0 {
+		return 0, nil
+	}
+	total := 0
+	w, err := p.workers.acquire(ctx)
+	if err != nil {
+		return 0, err
+	}
+	defer p.workers.release(w)
+	for len(frames) > 0 {
+		if err := ctx.Err(); err != nil {
+			return total, err
+		}
+		b := &w.batch
+		b.begin()
+		b.n = copy(b.frames[:], frames)
+		frames = frames[b.n:]
+		slices.Sort(b.frames[:b.n])
+		n, err := p.restoreBatch(w)
+		total += n
+		if errors.Is(err, ErrFatal) || errors.Is(err, ErrGone) {
+			return total, err
+		}
+		if err != nil {
+			return total, fmt.Errorf("restore pages of sandbox %s: %w", p.name, err)
+		}
+	}
+	return total, nil
+}
+
+// restoreBatch brings back the frames of the batch.
+func (p *Pager) restoreBatch(w *worker) (int, error) {
+	b := &w.batch
+	start := time.Now()
+	p.mu.Lock()
+	mapped, err := p.collect(w)
+	p.mu.Unlock()
+	if err != nil {
+		return mapped, err
+	}
+	defer func() {
+		for i := range b.n {
+			if b.fates[i] == fateEncoded {
+				p.unref(b.before[i].handle())
+			}
+		}
+	}()
+	for i := range b.n {
+		if b.fates[i] != fateEncoded {
+			continue
+		}
+		if err := p.decode(w.page(i), b.frames[i], b.before[i], w.decoder); err != nil {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			if p.table.load(b.frames[i]) == b.before[i] {
+				return mapped, p.fail(err)
+			}
+			return mapped, err
+		}
+	}
+	p.mu.Lock()
+	installed, err := p.installBatch(w)
+	p.mu.Unlock()
+	if installed > 0 {
+		p.stats.prefetch.recordN(time.Since(start), installed)
+	}
+	return mapped + installed, err
+}
+
+// collect notes the evicted frames of the batch, with a reference to their entries, and
+// maps template and zero pages at once. Caller holds mu.
+func (p *Pager) collect(w *worker) (mapped int, err error) {
+	b := &w.batch
+	if p.dead != nil {
+		b.n = 0
+		return 0, p.dead
+	}
+	for i := range b.n {
+		b.fates[i] = fateSkip
+		f := b.frames[i]
+		if int(f) >= p.table.frames || i > 0 && f == b.frames[i-1] {
+			continue
+		}
+		b.before[i] = p.table.load(f)
+		switch b.before[i].tag() {
+		case tagEvicted:
+			p.pool.Ref(b.before[i].handle())
+			b.fates[i] = fateEncoded
+		case tagTemplate:
+			b.fates[i] = fateEqual
+			if p.image.Hole(f) {
+				b.fates[i] = fateZero
+			}
+		case tagZero:
+			b.fates[i] = fateZero
+		case tagBusy, tagClean, tagKept, tagCount:
+		}
+	}
+	for _, want := range [...]fate{fateEqual, fateZero} {
+		runs := b.runs(w.runs[:0], func(i int) bool { return b.fates[i] == want })
+		for _, r := range runs {
+			extra := r.Pages
+			mapped += p.mapRest(r.Start, r.Start+units.Frame(r.Pages), want == fateZero, &extra)
+		}
+	}
+	return mapped, nil
+}
+
+// installBatch installs the decoded pages whose state did not change meanwhile. Our
+// reference keeps the handle from being used again, so an equal word means equal content.
+// Caller holds mu.
+func (p *Pager) installBatch(w *worker) (installed int, err error) {
+	b := &w.batch
+	if p.dead != nil {
+		return 0, p.dead
+	}
+	still := func(i int) bool {
+		return b.fates[i] == fateEncoded && p.table.load(b.frames[i]) == b.before[i]
+	}
+	for i := 0; i < b.n; {
+		if !still(i) {
+			i++
+			continue
+		}
+		j := i + 1
+		for j < b.n && b.frames[j] == b.frames[j-1]+1 && still(j) {
+			j++
+		}
+		done, err := p.mem.Copy(b.frames[i], w.pages.Data[i*units.PageSize:j*units.PageSize], true)
+		for k := i; k < i+done; k++ {
+			p.table.store(b.frames[k], clean(b.before[k].handle()))
+		}
+		installed += done
+		if err != nil {
+			return installed, p.fail(p.installError(b.frames[i+done], b.before[i+done], err))
+		}
+		i = j
+	}
+	return installed, nil
+}

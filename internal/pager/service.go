@@ -1,0 +1,235 @@
+package pager
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/agentzip/agentzip/internal/codec"
+	"github.com/agentzip/agentzip/internal/guestmem"
+	"github.com/agentzip/agentzip/internal/invariant"
+	"github.com/agentzip/agentzip/internal/units"
+)
+
+// An outcome says what a fault turned out to be, for the counters.
+type outcome uint8
+
+const (
+	outcomeStale outcome = iota
+	outcomeTemplate
+	outcomeZero
+	outcomeRestore
+	outcomeRestoreWrite
+	outcomeCancelled
+	outcomeDirtied
+	outcomeDead
+)
+
+// lockFault takes mu for a fault. Passes look at waiting and make way.
+func (p *Pager) lockFault() {
+	p.waiting.Add(1)
+	p.mu.Lock()
+	p.waiting.Add(-1)
+}
+
+// handle serves one fault that was read from the kernel at `since`. It does not allocate
+// unless the sandbox fails. Only fault threads call it.
+func (p *Pager) handle(f guestmem.Fault, w *faultWorker, since time.Time) {
+	p.lockFault()
+	out, err := outcomeDead, p.dead
+	if err == nil {
+		if out, err = p.serve(f, w); err != nil {
+			_ = p.fail(err)
+		} else {
+			p.table.mark(f.Frame)
+		}
+	}
+	p.mu.Unlock()
+	if err == nil {
+		p.account(out, time.Since(since))
+	}
+}
+
+func (p *Pager) account(out outcome, took time.Duration) {
+	c := &p.stats
+	c.noteStall(took)
+	switch out {
+	case outcomeStale:
+		c.stale.Add(1)
+	case outcomeTemplate:
+		c.template.record(took)
+	case outcomeZero:
+		c.zero.record(took)
+	case outcomeRestoreWrite:
+		c.writes.Add(1)
+		c.restore.record(took)
+	case outcomeRestore:
+		c.restore.record(took)
+	case outcomeCancelled:
+		c.cancelled.Add(1)
+		c.protect.record(took)
+	case outcomeDirtied:
+		c.dirtied.Add(1)
+		c.protect.record(took)
+	case outcomeDead:
+	}
+}
+
+// serve is the table of the package doc. Caller holds mu.
+func (p *Pager) serve(f guestmem.Fault, w *faultWorker) (outcome, error) {
+	one := guestmem.Run{Start: f.Frame, Pages: 1}
+	e := p.table.load(f.Frame)
+	switch e.tag() {
+	case tagTemplate, tagKept, tagZero:
+		if f.WP {
+			return outcomeStale, p.mem.Unprotect(one)
+		}
+		if e == entryZero || p.image.Hole(f.Frame) {
+			return p.mapAround(f.Frame, true)
+		}
+		return p.mapAround(f.Frame, false)
+
+	case tagBusy:
+		if !f.WP {
+			return outcomeStale, p.mem.Wake(one)
+		}
+		p.table.store(f.Frame, entryTemplate)
+		return outcomeCancelled, p.mem.Unprotect(one)
+
+	case tagEvicted:
+		return p.restore(f.Frame, e, f.Write || f.WP, w)
+
+	case tagClean:
+		if !f.WP {
+			return outcomeStale, p.mem.Wake(one)
+		}
+		p.table.store(f.Frame, entryTemplate)
+		p.release(e.handle())
+		return outcomeDirtied, p.mem.Unprotect(one)
+
+	case tagCount:
+	}
+	return outcomeDead, fmt.Errorf("%w: frame %d has the unknown state %#x", ErrIntegrity, f.Frame, uint32(e))
+}
+
+// restore brings an evicted page back. Caller holds mu.
+func (p *Pager) restore(f units.Frame, e entry, write bool, w *faultWorker) (outcome, error) {
+	if err := p.decode(&w.page, f, e, w.decoder); err != nil {
+		return outcomeDead, err
+	}
+	if _, err := p.mem.Copy(f, w.page[:], !write); err != nil {
+		return outcomeDead, p.installError(f, e, err)
+	}
+	if write {
+		p.table.store(f, entryTemplate)
+		p.release(e.handle())
+		return outcomeRestoreWrite, nil
+	}
+	p.table.store(f, clean(e.handle()))
+	return outcomeRestore, nil
+}
+
+// decode decodes the entry of an Evicted frame and checks its checksum. The caller holds
+// a reference to the entry, or mu.
+func (p *Pager) decode(dst *units.Page, f units.Frame, e entry, d *codec.Decoder) error {
+	enc := p.pool.View(e.handle())
+	var dict *codec.Dictionary
+	if enc.Dict != 0 && p.cohort != nil {
+		dict = p.cohort.Lookup(enc.Dict)
+	}
+	err := d.Decode(dst, enc, p.image.Page(f), dict)
+	if injected := corruptPoint.Err(); injected != nil {
+		err = injected
+	}
+	if err != nil {
+		return fmt.Errorf("%w: frame %d, encoder %v, dictionary %d, pool entry %d (%d bytes): %w",
+			ErrIntegrity, f, enc.Kind, enc.Dict, e.handle(), len(enc.Data), err)
+	}
+	if invariant.Enabled {
+		invariant.Check(codec.Checksum(dst) == enc.Sum, "a decoded page has the checksum of its entry")
+	}
+	return nil
+}
+
+// installError names why an evicted page could not be installed. A page that is mapped
+// although it is Evicted has a content nobody knows: that is no success.
+func (p *Pager) installError(f units.Frame, e entry, err error) error {
+	if errors.Is(err, guestmem.ErrExists) {
+		return fmt.Errorf("%w: frame %d is evicted (pool entry %d) and yet mapped", ErrIntegrity, f, e.handle())
+	}
+	return fmt.Errorf("install frame %d: %w", f, err)
+}
+
+// maxExtra bounds the additional ioctls that one fault spends on neighbours when some of
+// them are mapped already. Doubled, a fault in a half-written window takes 3 us longer.
+const maxExtra = 4
+
+// mapAround maps the template's page (or the zero page) at f and, in the aligned window
+// around it, at neighbours for which the same is right. Caller holds mu.
+func (p *Pager) mapAround(f units.Frame, zero bool) (outcome, error) {
+	out := outcomeTemplate
+	if zero {
+		out = outcomeZero
+	}
+	lo := f &^ (p.around - 1)
+	hi := min(lo+p.around, units.Frame(p.table.frames))
+	end := f + 1
+	for end < hi && p.mappable(end, zero) {
+		end++
+	}
+	start := f
+	for start > lo && p.mappable(start-1, zero) {
+		start--
+	}
+	done, err := p.mapRun(guestmem.Run{Start: f, Pages: int(end - f)}, zero)
+	if done == 0 {
+		if errors.Is(err, guestmem.ErrExists) {
+			return outcomeStale, p.mem.Wake(guestmem.Run{Start: f, Pages: 1})
+		}
+		if err == nil {
+			err = errors.New("no progress")
+		}
+		return outcomeDead, fmt.Errorf("map the %v page of frame %d: %w", p.table.load(f).tag(), f, err)
+	}
+	// The thread that faulted runs again; the rest is for those that come after it.
+	extra := maxExtra
+	mapped := done - 1
+	mapped += p.mapRest(f+units.Frame(done), end, zero, &extra)
+	mapped += p.mapRest(start, f, zero, &extra)
+	p.stats.around.Add(uint64(mapped))
+	return out, nil
+}
+
+// mappable reports whether rule 5 allows to map the template's page (zero: the zero page)
+// at a neighbour.
+func (p *Pager) mappable(f units.Frame, zero bool) bool {
+	e := p.table.load(f)
+	if zero {
+		return e == entryZero || e == entryTemplate && p.image.Hole(f)
+	}
+	return e == entryTemplate && !p.image.Hole(f)
+}
+
+func (p *Pager) mapRun(r guestmem.Run, zero bool) (int, error) {
+	if zero {
+		return p.mem.ZeroPage(r)
+	}
+	return p.mem.Continue(r)
+}
+
+// mapRest maps what it can of [f, end), skipping pages that are mapped already. Errors are
+// left to the fault that will come for such a page.
+func (p *Pager) mapRest(f, end units.Frame, zero bool, extra *int) (mapped int) {
+	for f < end && *extra > 0 {
+		*extra--
+		done, err := p.mapRun(guestmem.Run{Start: f, Pages: int(end - f)}, zero)
+		mapped += done
+		f += units.Frame(done)
+		if errors.Is(err, guestmem.ErrExists) {
+			f++
+		} else if err != nil {
+			return mapped
+		}
+	}
+	return mapped
+}

@@ -1,0 +1,110 @@
+package pager
+
+import (
+	"sync/atomic"
+	"time"
+
+	"github.com/agentzip/agentzip/internal/codec"
+	"github.com/agentzip/agentzip/internal/units"
+)
+
+// kinds is one more than the highest codec.Kind.
+const kinds = int(codec.KindZstdDict) + 1
+
+// counters are updated with atomics, outside the mutex where time allows.
+type counters struct {
+	faults   atomic.Uint64
+	stall    atomic.Int64 // nanoseconds
+	stallMax atomic.Int64 // nanoseconds
+
+	restore  histogram // Evicted, absent: decode and install
+	prefetch histogram // Restore
+	template histogram // Template, absent
+	zero     histogram // Zero or hole, absent
+	protect  histogram // write to a protected page
+	stale    atomic.Uint64
+
+	writes    atomic.Uint64 // restores for a write
+	around    atomic.Uint64 // template and zero pages mapped beside the one asked for
+	cancelled atomic.Uint64 // pages written while being encoded
+	dirtied   atomic.Uint64 // Clean pages written
+
+	passes, scanned, encodedPages, zeroPages, equalPages, cleanPages, keptPages atomic.Uint64
+	mismatches, fullPasses                                                      atomic.Uint64
+
+	kindPages [kinds]atomic.Uint64
+	kindBytes [kinds]atomic.Uint64
+	evicting  atomic.Int64 // nanoseconds in Evict
+}
+
+// EncoderStats counts what one encoder won.
+type EncoderStats struct {
+	Kind  codec.Kind
+	Pages uint64
+	Bytes units.Bytes // encoded
+}
+
+// Stats counts since New. All latencies run from the reading of the fault from the kernel
+// until its page is installed and the guest's thread is woken.
+type Stats struct {
+	Faults   uint64        // all served, stale ones included
+	Stall    time.Duration // sum of their service times
+	StallMax time.Duration // longest
+
+	Blocking   Latency // faults on evicted pages: the guest waited for decode and install
+	Prefetched Latency // pages brought back by Restore: from taking the batch in hand until it was installed
+	Template   Latency // faults on pages of the template
+	Zero       Latency // faults on zero pages
+	Protected  Latency // writes to pages that were clean or being encoded
+
+	Stale       uint64 // events overtaken by another thread
+	WriteFaults uint64 // blocking restores for a write
+	Around      uint64 // template and zero pages mapped beside the one asked for
+	Cancelled   uint64 // pages written while being encoded
+	Dirtied     uint64 // clean pages written
+	Passes      uint64
+	Scanned     uint64 // private pages that passes found
+	Encoded     uint64 // pages encoded and verified
+	Zeros       uint64 // dropped because all zeros
+	Equal       uint64 // dropped because equal to the template
+	Clean       uint64 // dropped without encoding
+	Kept        uint64 // did not shrink
+	Mismatches  uint64 // encodings that failed verification: must be 0
+	FullPasses  uint64 // passes that met a full pool
+	Evicting    time.Duration
+
+	Encoders []EncoderStats // by encoder, those that won at least once
+}
+
+// Stats returns a snapshot. It takes no lock; counters may be a fault apart.
+func (p *Pager) Stats() Stats {
+	c := &p.stats
+	s := Stats{
+		Faults: c.faults.Load(), Stall: time.Duration(c.stall.Load()), StallMax: time.Duration(c.stallMax.Load()),
+		Blocking: c.restore.snapshot(), Prefetched: c.prefetch.snapshot(), Template: c.template.snapshot(),
+		Zero: c.zero.snapshot(), Protected: c.protect.snapshot(),
+		Stale: c.stale.Load(), WriteFaults: c.writes.Load(), Around: c.around.Load(),
+		Cancelled: c.cancelled.Load(), Dirtied: c.dirtied.Load(),
+		Passes: c.passes.Load(), Scanned: c.scanned.Load(), Encoded: c.encodedPages.Load(), Zeros: c.zeroPages.Load(),
+		Equal: c.equalPages.Load(), Clean: c.cleanPages.Load(), Kept: c.keptPages.Load(),
+		Mismatches: c.mismatches.Load(), FullPasses: c.fullPasses.Load(), Evicting: time.Duration(c.evicting.Load()),
+	}
+	for k := range kinds {
+		if n := c.kindPages[k].Load(); n > 0 {
+			s.Encoders = append(s.Encoders, EncoderStats{Kind: codec.Kind(k), Pages: n, Bytes: units.Bytes(c.kindBytes[k].Load())})
+		}
+	}
+	return s
+}
+
+// noteStall adds the service time of one fault.
+func (c *counters) noteStall(d time.Duration) {
+	c.faults.Add(1)
+	c.stall.Add(int64(d))
+	for {
+		old := c.stallMax.Load()
+		if int64(d) <= old || c.stallMax.CompareAndSwap(old, int64(d)) {
+			return
+		}
+	}
+}

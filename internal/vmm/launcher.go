@@ -3,6 +3,7 @@ package vmm
 import (
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"runtime"
 
@@ -52,6 +53,9 @@ func (l *launcher) run(ready chan<- error) {
 	}
 	ready <- nil
 	for j := range l.jobs {
+		// Go opens everything close-on-exec, but what this process itself inherited is
+		// none of a VMM's business. os/exec undoes the flag on what it means to pass.
+		_ = unix.CloseRange(3, math.MaxInt32, unix.CLOSE_RANGE_CLOEXEC)
 		p, err := os.StartProcess(j.argv[0], j.argv, j.attr)
 		j.result <- launched{p, err}
 	}

@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"os"
 	"strconv"
@@ -321,18 +320,18 @@ func (m *machine) SaveState(ctx context.Context, f *os.File) error {
 	if err := m.Stop(ctx); err != nil {
 		return err
 	}
-	if err := f.Truncate(0); err != nil {
+	// QEMU takes a descriptor out of a set only if it is open exactly as it wants.
+	out, err := os.OpenFile(procFD(int(f.Fd())), os.O_WRONLY|os.O_TRUNC, 0)
+	if err != nil {
 		return fmt.Errorf("machine %s: save device state: %w", m.id, err)
 	}
-	if _, err := f.Seek(0, io.SeekStart); err != nil {
-		return fmt.Errorf("machine %s: save device state: %w", m.id, err)
-	}
+	defer out.Close()
 	set := map[string]any{"fdset-id": stateSet}
-	if err := m.qmp.ExecuteFile(ctx, "add-fd", set, nil, f); err != nil {
+	if err := m.qmp.ExecuteFile(ctx, "add-fd", set, nil, out); err != nil {
 		return m.dead(err)
 	}
 	name := "/dev/fdset/" + strconv.Itoa(stateSet)
-	err := m.qmp.Execute(ctx, "xen-save-devices-state", map[string]any{"filename": name, "live": false}, nil)
+	err = m.qmp.Execute(ctx, "xen-save-devices-state", map[string]any{"filename": name, "live": false}, nil)
 	err = errors.Join(err, m.qmp.Execute(ctx, "remove-fd", set, nil))
 	return m.dead(err)
 }

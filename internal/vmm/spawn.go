@@ -236,7 +236,8 @@ func (m *machine) plumbStorage(pl *plumbing, lay *layout) (err error) {
 			return fmt.Errorf("root image %s: the VMM's user must be able to read it (chmod o+r)", s.Root.Name())
 		}
 		lay.root = size
-		if pl.child[fdRoot], err = dup(s.Root); err != nil {
+		// Whatever the caller may do with the image, the VMM may only read it.
+		if pl.child[fdRoot], err = os.Open(procFD(int(s.Root.Fd()))); err != nil {
 			return err
 		}
 	}

@@ -48,9 +48,10 @@ type Listener struct {
 // whatever session it had with an earlier agent is over.
 func NewListener(port Port) *Listener {
 	l := &Listener{port: port, hello: link.NewScanner(link.Hello()), closed: make(chan struct{})}
-	// Bounded, and no matter if it fails: a host that is not connected needs no Reset.
+	// No matter if it fails: a host that is not connected needs no Reset. The
+	// write is tried at once; only a port without a host waits for the deadline.
 	reset := link.Reset()
-	_ = port.SetWriteDeadline(time.Now().Add(100 * time.Millisecond))
+	_ = port.SetWriteDeadline(time.Now().Add(10 * time.Millisecond))
 	_, _ = port.Write(reset[:])
 	_ = port.SetWriteDeadline(time.Time{})
 	return l

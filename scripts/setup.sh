@@ -151,9 +151,8 @@ build_binaries() {
   mkdir -p bin build/out
   build_step agentzip go build -trimpath -ldflags "-X main.revision=$revision" -o build/out/agentzip ./cmd/agentzip
   install_if_changed build/out/agentzip bin/agentzip
-  compgen -G "cmd/agentzip-guest/*.go" >/dev/null && # not there yet: drop this guard when it is
   build_step agentzip-guest env CGO_ENABLED=0 go build -trimpath -ldflags "-s -w" -o build/out/agentzip-guest ./cmd/agentzip-guest
-  [[ ! -e build/out/agentzip-guest ]] || install_if_changed build/out/agentzip-guest bin/agentzip-guest
+  install_if_changed build/out/agentzip-guest bin/agentzip-guest
   build_step agentzip-shim make -s -C shim OUT="$PWD/build/out/agentzip-shim.so"
   install_if_changed build/out/agentzip-shim.so bin/agentzip-shim.so
 }

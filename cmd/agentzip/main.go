@@ -117,15 +117,14 @@ func exitCode(ctx context.Context, err error) int {
 	if err == nil {
 		return 0
 	}
-	var ee *exitError
-	if errors.As(err, &ee) && ee.err == nil {
+	ee, coded := errors.AsType[*exitError](err)
+	if coded && ee.err == nil {
 		return ee.code
 	}
-	var in errInterrupted
-	if errors.As(context.Cause(ctx), &in) {
+	if in, ok := errors.AsType[errInterrupted](context.Cause(ctx)); ok {
 		return 128 + int(in.sig)
 	}
-	if ee != nil {
+	if coded {
 		return ee.code
 	}
 	return 1
@@ -136,12 +135,10 @@ func errorLine(ctx context.Context, err error) string {
 	if err == nil {
 		return ""
 	}
-	var ee *exitError
-	if errors.As(err, &ee) && ee.err == nil {
+	if ee, ok := errors.AsType[*exitError](err); ok && ee.err == nil {
 		return ""
 	}
-	var in errInterrupted
-	if errors.As(context.Cause(ctx), &in) && errors.Is(err, context.Canceled) {
+	if in, ok := errors.AsType[errInterrupted](context.Cause(ctx)); ok && errors.Is(err, context.Canceled) {
 		return "agentzip: " + in.Error() + "; everything it had started is stopped"
 	}
 	return "agentzip: " + oneLine(err.Error())

@@ -41,6 +41,7 @@ Start with:  agentzip doctor     does this machine have what it takes?
 	})
 	root.AddCommand(
 		newDoctorCmd(),
+		newGuardCmd(),
 		newVersionCmd(),
 	)
 	wrapArgs(root)
@@ -70,7 +71,7 @@ func setUpLog(w io.Writer, level string) error {
 	if err := l.UnmarshalText([]byte(level)); err != nil {
 		return usageError(fmt.Errorf("--log-level %q: use debug, info, warn or error", level))
 	}
-	slog.SetDefault(slog.New(tint.NewHandler(w, &tint.Options{
+	slog.SetDefault(slog.New(tint.NewTextHandler(w, &tint.Options{
 		Level:      l,
 		TimeFormat: time.TimeOnly,
 		NoColor:    !isTerminal(w),

@@ -22,6 +22,7 @@ import (
 // A Level is the verdict of one check.
 type Level uint8
 
+// The levels, from good to bad.
 const (
 	OK       Level = iota // works
 	Degraded              // sandboxes run, but slower, bigger or with a figure less trustworthy

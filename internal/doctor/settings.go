@@ -30,7 +30,7 @@ func checkCgroups(_ context.Context, h *Host) Finding {
 		if len(f) < 4 || f[2] != "cgroup" || !strings.HasPrefix(f[1], "/sys/fs/cgroup/") {
 			continue
 		}
-		for _, c := range strings.Split(f[3], ",") {
+		for c := range strings.SplitSeq(f[3], ",") {
 			if slices.Contains(wantControllers, c) && !slices.Contains(have, c) {
 				have = append(have, c)
 			}

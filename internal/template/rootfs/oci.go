@@ -44,6 +44,8 @@ type Image struct {
 	digest string
 	remote bool
 	config v1.Config
+	// diffIDs are the digests of the uncompressed layers, lowest first.
+	diffIDs []v1.Hash
 }
 
 // platform is what a guest runs.
@@ -80,7 +82,7 @@ func (o OCI) Open(ctx context.Context, scratch string) (*Image, error) {
 	if cfg.OS != "" && cfg.OS != platform.OS || cfg.Architecture != "" && cfg.Architecture != platform.Architecture {
 		return nil, fmt.Errorf("open image %s: it is for %s/%s: %w", o.Ref, cfg.OS, cfg.Architecture, ErrNoImage)
 	}
-	im.config = cfg.Config
+	im.config, im.diffIDs = cfg.Config, cfg.RootFS.DiffIDs
 	return im, nil
 }
 
@@ -224,11 +226,16 @@ func (im *Image) Unpack(ctx context.Context, tree *Tree, cache string, limits Li
 	if err != nil {
 		return fmt.Errorf("read layers of %s: %w", im.ref, err)
 	}
+	// The digests of the configuration, which the image's own digest covers. A layer's DiffID
+	// method may compute it from the very bytes it is to vouch for.
+	if len(im.diffIDs) != len(layers) {
+		return fmt.Errorf("image %s has %d layers and digests for %d: %w", im.ref, len(layers), len(im.diffIDs), ErrUnsafe)
+	}
 	u := newUnpacker(tree, limits, true)
 	for i, l := range layers {
 		report.Emit(step.Event{Step: "root image", Done: int64(i), Total: int64(len(layers)), Message: "unpacking layers of " + im.ref})
 		stop := report.Heartbeat(ctx, "root image", fmt.Sprintf("layer %d of %d of %s", i+1, len(layers), im.ref))
-		err := im.layer(ctx, u, l, cache)
+		err := im.layer(ctx, u, l, im.diffIDs[i], cache)
 		stop()
 		if err != nil {
 			return fmt.Errorf("layer %d of image %s: %w", i+1, im.ref, err)
@@ -237,7 +244,7 @@ func (im *Image) Unpack(ctx context.Context, tree *Tree, cache string, limits Li
 	return nil
 }
 
-func (im *Image) layer(ctx context.Context, u *unpacker, l v1.Layer, cache string) error {
+func (im *Image) layer(ctx context.Context, u *unpacker, l v1.Layer, want v1.Hash, cache string) error {
 	if mt, err := l.MediaType(); err == nil && mt == types.DockerForeignLayer {
 		return errors.New("its content is not in the image (a foreign layer)")
 	}
@@ -249,10 +256,6 @@ func (im *Image) layer(ctx context.Context, u *unpacker, l v1.Layer, cache strin
 		if l, err = tarball.LayerFromFile(path, tarball.WithMediaType(types.OCILayer)); err != nil {
 			return fmt.Errorf("read cached layer: %w", err)
 		}
-	}
-	want, err := l.DiffID()
-	if err != nil {
-		return fmt.Errorf("read digest: %w", err)
 	}
 	r, err := l.Uncompressed()
 	if err != nil {

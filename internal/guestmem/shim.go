@@ -189,6 +189,9 @@ func (s *Shim) exchange(msg, reply []byte) error {
 		if err == nil {
 			break
 		}
+		if errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET) {
+			return fmt.Errorf("%w: %w", ErrShim, ErrGone) // its thread lives as long as its process
+		}
 		if !errors.Is(err, unix.EINTR) {
 			return fmt.Errorf("%w: send: %w", ErrShim, err)
 		}
@@ -198,10 +201,10 @@ func (s *Shim) exchange(msg, reply []byte) error {
 		switch {
 		case errors.Is(err, unix.EINTR):
 			continue
+		case n == 0 && err == nil, errors.Is(err, unix.ECONNRESET):
+			return fmt.Errorf("%w: %w", ErrShim, ErrGone)
 		case err != nil:
 			return fmt.Errorf("%w: receive: %w", ErrShim, err)
-		case n == 0:
-			return fmt.Errorf("%w: %w", ErrShim, ErrGone)
 		case n != len(reply):
 			return fmt.Errorf("%w: answer of %d bytes", ErrShim, n)
 		}

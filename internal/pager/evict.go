@@ -14,8 +14,8 @@ import (
 // An EvictResult says what one pass did, in pages.
 type EvictResult struct {
 	Scanned   int         // private pages found
-	Dropped   int         // freed: Encoded + Zeros + Equal + Clean
-	Encoded   int         // encoded, verified and dropped
+	Dropped   int         // freed
+	Encoded   int         // encoded and verified; dropped too, unless the pass was cancelled
 	Zeros     int         // dropped because all zeros
 	Equal     int         // dropped because equal to the template
 	Clean     int         // dropped without encoding
@@ -50,7 +50,11 @@ func (p *Pager) Evict(ctx context.Context) (EvictResult, error) {
 		return res, ErrClosed
 	}
 	start := time.Now()
-	err := p.workers.onThread(ctx, func(w *worker) error { return p.pass(ctx, w, &res) })
+	err := p.workers.encode(ctx, func(w *worker) error { return p.pass(ctx, w, &res) })
+	if errors.Is(err, errPanic) {
+		p.abort(err)
+		err = p.Err()
+	}
 	res.Took = time.Since(start)
 	p.stats.notePass(res)
 	if err != nil && !errors.Is(err, ErrFatal) && ctx.Err() == nil {
@@ -103,11 +107,12 @@ func (p *Pager) pass(ctx context.Context, w *worker, res *EvictResult) error {
 	if err := errors.Join(err, failed); err != nil {
 		return err
 	}
+	var full error
 	if b.full {
 		p.stats.fullPasses.Add(1)
-		return fmt.Errorf("%d pages stay: %w", res.Abandoned, pool.ErrFull)
+		full = fmt.Errorf("%d pages stay: %w", res.Abandoned, pool.ErrFull)
 	}
-	return b.verify
+	return errors.Join(full, b.verify)
 }
 
 // A fate is what a pass decided about a page of its batch.
@@ -157,23 +162,11 @@ func (b *batch) runs(dst []guestmem.Run, selected func(i int) bool) []guestmem.R
 // evictBatch takes the frames of the batch through protect, read, encode, publish, drop.
 func (p *Pager) evictBatch(ctx context.Context, w *worker, res *EvictResult) error {
 	b := &w.batch
-	w.lock(p)
-	err := p.protectBatch(w)
-	w.unlock(p)
-	if err != nil {
+	if err := w.locked(p, func() error { return p.protectBatch(w) }); err != nil {
 		return err
 	}
 	if err := p.readBatch(w); err != nil {
-		w.lock(p)
-		defer w.unlock(p)
-		for i := range b.n {
-			if b.fates[i] != fateSkip && b.fates[i] != fateClean {
-				b.fates[i] = fateAbandon
-			} else {
-				b.fates[i] = fateSkip
-			}
-		}
-		return errors.Join(err, p.publishBatch(w, false, res))
+		return errors.Join(err, w.locked(p, func() error { return p.publishBatch(w, false, res) }))
 	}
 	for i := range b.n {
 		if b.fates[i] != fateAbandon {
@@ -186,9 +179,7 @@ func (p *Pager) evictBatch(ctx context.Context, w *worker, res *EvictResult) err
 			p.encode(w, i)
 		}
 	}
-	w.lock(p)
-	defer w.unlock(p)
-	return p.publishBatch(w, ctx.Err() == nil, res)
+	return w.locked(p, func() error { return p.publishBatch(w, ctx.Err() == nil, res) })
 }
 
 // protectBatch makes the pages that may be encoded Busy and write-protects them, run by

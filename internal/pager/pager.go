@@ -78,8 +78,8 @@ type Options struct {
 	// OnFatal is called once, in a goroutine of its own, when the sandbox must be killed.
 	OnFatal func(error)
 
-	// Workers are the host's encoding places, shared by its pagers; nil makes one for
-	// this pager alone.
+	// Workers are the host's places for bulk work; nil uses the set that all pagers of
+	// this process share, with as many places as cores.
 	Workers *Workers
 
 	// FaultAround is the window in pages (a power of two, at most 512) in which template
@@ -89,15 +89,14 @@ type Options struct {
 
 // A Pager owns the page states of one sandbox. The package doc has the rules.
 type Pager struct {
-	name       string          // immutable
-	mem        Memory          // immutable
-	image      *guestmem.Image // immutable
-	pool       *pool.Pool      // immutable
-	cohort     *cohort.Cohort  // immutable, may be nil
-	onFatal    func(error)     // immutable
-	workers    *Workers        // immutable
-	ownWorkers bool            // immutable; workers belong to this pager alone
-	around     units.Frame     // immutable
+	name    string          // immutable
+	mem     Memory          // immutable
+	image   *guestmem.Image // immutable
+	pool    *pool.Pool      // immutable
+	cohort  *cohort.Cohort  // immutable, may be nil
+	onFatal func(error)     // immutable
+	workers *Workers        // immutable
+	around  units.Frame     // immutable
 
 	life   sync.RWMutex  // read-held while table and memory are in use outside mu; Close takes it
 	passes chan struct{} // one token: at most one Evict at a time
@@ -136,7 +135,7 @@ func New(o Options) (*Pager, error) {
 		p.around = defaultFaultAround
 	}
 	if p.workers == nil {
-		p.workers, p.ownWorkers = NewWorkers(1), true
+		p.workers = shared()
 	}
 	if p.onFatal == nil {
 		p.onFatal = func(error) {}
@@ -259,9 +258,6 @@ func (p *Pager) Close() error {
 		}
 		return true
 	})
-	if p.ownWorkers {
-		p.workers.Close()
-	}
 	return p.table.close()
 }
 

@@ -26,11 +26,11 @@ func (p *Pager) Restore(ctx context.Context, frames []units.Frame) (int, error) 
 		return 0, nil
 	}
 	total := 0
-	w, err := p.workers.acquire(ctx)
+	w, err := p.workers.take(ctx, p.workers.restoring)
 	if err != nil {
 		return 0, err
 	}
-	defer p.workers.release(w)
+	defer func() { p.workers.restoring <- w }()
 	for len(frames) > 0 {
 		if err := ctx.Err(); err != nil {
 			return total, err
@@ -74,12 +74,8 @@ func (p *Pager) restoreBatch(w *worker) (int, error) {
 			continue
 		}
 		if err := p.decode(w.page(i), b.frames[i], b.before[i], w.decoder); err != nil {
-			p.mu.Lock()
-			defer p.mu.Unlock()
-			if p.table.load(b.frames[i]) == b.before[i] {
-				return mapped, p.fail(err)
-			}
-			return mapped, err
+			p.abort(err)
+			return mapped, p.Err()
 		}
 	}
 	p.mu.Lock()

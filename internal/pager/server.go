@@ -66,7 +66,7 @@ type faultWorker struct {
 	page    units.Page
 	faults  [faultsAtOnce]guestmem.Fault
 	events  [faultsAtOnce]uffd.Event
-	ready   [faultsAtOnce]unix.EpollEvent
+	ready   [1]unix.EpollEvent // one sandbox at a time: another thread takes the next
 }
 
 // NewServer returns a server without pagers. Run starts its threads and ends it.
@@ -181,7 +181,7 @@ func (s *Server) thread() {
 	w := &faultWorker{decoder: codec.NewDecoder()}
 	defer w.decoder.Close()
 	for {
-		n, err := unix.EpollWait(s.epoll, w.ready[:1], -1)
+		n, err := unix.EpollWait(s.epoll, w.ready[:], -1)
 		if err != nil {
 			if errors.Is(err, unix.EINTR) {
 				continue
@@ -225,9 +225,7 @@ func (s *Server) serveReady(id uint64, w *faultWorker) {
 func serveFaults(p *Pager, w *faultWorker) (ok bool) {
 	defer func() {
 		if r := recover(); r != nil {
-			p.mu.TryLock()
-			_ = p.fail(fmt.Errorf("panic while serving a fault: %v\n%s", r, debug.Stack()))
-			p.mu.Unlock()
+			p.abort(fmt.Errorf("panic while serving a fault: %v\n%s", r, debug.Stack()))
 			ok = false
 		}
 	}()

@@ -35,19 +35,24 @@ func (p *Pager) lockFault() {
 // handle serves one fault that was read from the kernel at `since`. It does not allocate
 // unless the sandbox fails. Only fault threads call it.
 func (p *Pager) handle(f guestmem.Fault, w *faultWorker, since time.Time) {
-	p.lockFault()
-	out, err := outcomeDead, p.dead
-	if err == nil {
-		if out, err = p.serve(f, w); err != nil {
-			_ = p.fail(err)
-		} else {
-			p.table.mark(f.Frame)
-		}
-	}
-	p.mu.Unlock()
-	if err == nil {
+	if out := p.handleLocked(f, w); out != outcomeDead {
 		p.account(out, time.Since(since))
 	}
+}
+
+func (p *Pager) handleLocked(f guestmem.Fault, w *faultWorker) outcome {
+	p.lockFault()
+	defer p.mu.Unlock() // also when a bug panics: serveFaults turns that into a dead sandbox
+	if p.dead != nil {
+		return outcomeDead
+	}
+	out, err := p.serve(f, w)
+	if err != nil {
+		_ = p.fail(err)
+		return outcomeDead
+	}
+	p.table.mark(f.Frame)
+	return out
 }
 
 func (p *Pager) account(out outcome, took time.Duration) {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"runtime/debug"
 	"sync"
 
 	"github.com/agentzip/agentzip/internal/codec"
@@ -21,29 +22,37 @@ const (
 	niceLocked = -10
 )
 
-// Workers are the encoding places of a host: each has an encoder, a decoder and buffers,
-// and is used by one Evict or Restore at a time. Create one set with as many places as
-// cores and give it to all pagers. Safe for concurrent use.
+// Workers are the places of a host at which pages are encoded or restored in bulk: each
+// has a codec and a buffer, and is used by one Evict or Restore at a time. Restores have
+// places of their own, because a call that begins must not wait for the end of another
+// sandbox's pass. Safe for concurrent use.
 type Workers struct {
-	free chan *worker // holds a place each; a nil worker is made when first used
+	encoding  chan *worker // a token for each free place; nil: not made yet
+	restoring chan *worker // the same
 
 	mu     sync.Mutex
 	made   []*worker // guarded by mu
 	closed bool      // guarded by mu
 }
 
-// NewWorkers returns n places. A place costs about 1 MiB once it was used.
+// NewWorkers returns n places for encoding and n for restoring. A place costs about
+// 1 MiB from its first use on.
 func NewWorkers(n int) *Workers {
-	w := &Workers{free: make(chan *worker, n)}
+	ws := &Workers{encoding: make(chan *worker, n), restoring: make(chan *worker, n)}
 	for range n {
-		w.free <- nil
+		ws.encoding <- nil
+		ws.restoring <- nil
 	}
-	return w
+	return ws
 }
 
-// A worker is the scratch of one pass. Owned by the goroutine that acquired it.
+// shared is the set of pagers that were given none: as many places as cores. More passes
+// at once would only make each of them slower to cancel.
+var shared = sync.OnceValue(func() *Workers { return NewWorkers(runtime.NumCPU()) })
+
+// A worker is the scratch of one pass or restore. Owned by the goroutine that took it.
 type worker struct {
-	encoder *codec.Encoder
+	encoder *codec.Encoder // nil at a place for restoring
 	decoder *codec.Decoder // independent of encoder: it verifies
 	pages   *hostmem.Mapping
 	check   units.Page // what the decoder made of an entry
@@ -54,23 +63,24 @@ type worker struct {
 	tuned bool // the current thread may change its niceness
 }
 
-func (ws *Workers) acquire(ctx context.Context) (*worker, error) {
+// take waits for a place.
+func (ws *Workers) take(ctx context.Context, places chan *worker) (*worker, error) {
 	select {
-	case w := <-ws.free:
+	case w := <-places:
 		if w != nil {
 			return w, nil
 		}
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
-	w, err := ws.newWorker()
+	w, err := ws.newWorker(places == ws.encoding)
 	if err != nil {
-		ws.free <- nil
+		places <- nil
 	}
 	return w, err
 }
 
-func (ws *Workers) newWorker() (*worker, error) {
+func (ws *Workers) newWorker(encodes bool) (*worker, error) {
 	ws.mu.Lock()
 	defer ws.mu.Unlock()
 	if ws.closed {
@@ -78,14 +88,15 @@ func (ws *Workers) newWorker() (*worker, error) {
 	}
 	pages, err := hostmem.MapAnonymous(BatchPages * units.PageSize)
 	if err != nil {
-		return nil, fmt.Errorf("make encoding place: %w", err)
+		return nil, fmt.Errorf("make a place for bulk work: %w", err)
 	}
-	w := &worker{encoder: codec.NewEncoder(codec.Options{}), decoder: codec.NewDecoder(), pages: pages}
+	w := &worker{decoder: codec.NewDecoder(), pages: pages}
+	if encodes {
+		w.encoder = codec.NewEncoder(codec.Options{})
+	}
 	ws.made = append(ws.made, w)
 	return w, nil
 }
-
-func (ws *Workers) release(w *worker) { ws.free <- w }
 
 // Close frees the places. No pager may use them any more.
 func (ws *Workers) Close() error {
@@ -94,7 +105,9 @@ func (ws *Workers) Close() error {
 	ws.closed = true
 	var errs []error
 	for _, w := range ws.made {
-		w.encoder.Close()
+		if w.encoder != nil {
+			w.encoder.Close()
+		}
 		w.decoder.Close()
 		errs = append(errs, w.pages.Close())
 	}
@@ -107,26 +120,36 @@ func (w *worker) page(i int) *units.Page {
 	return (*units.Page)(w.pages.Data[i*units.PageSize : (i+1)*units.PageSize])
 }
 
-// onThread runs fn on an operating system thread of its own at encoding priority, and
-// waits. The thread ends with fn, so that its niceness troubles nobody.
-func (ws *Workers) onThread(ctx context.Context, fn func(w *worker) error) error {
-	w, err := ws.acquire(ctx)
+// encode runs fn at a place for encoding, on an operating system thread of its own at
+// encoding priority, and waits. The thread ends with fn, so that its niceness troubles
+// nobody. A panic of fn becomes an error.
+func (ws *Workers) encode(ctx context.Context, fn func(w *worker) error) error {
+	w, err := ws.take(ctx, ws.encoding)
 	if err != nil {
 		return err
 	}
-	defer ws.release(w)
+	defer func() { ws.encoding <- w }()
 	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread() // never unlocked: the thread dies with this goroutine
+		defer func() {
+			if r := recover(); r != nil {
+				done <- fmt.Errorf("%w: %v\n%s", errPanic, r, debug.Stack())
+			}
+		}()
 		w.nice = 0
 		// Without CAP_SYS_NICE a thread that became nice could not come back for the
 		// time it holds a lock: then it stays as it is.
 		w.tuned = hostmem.SetNice(0, niceLocked) == nil
+		w.nice = niceLocked
 		w.setNice(niceEncode)
 		done <- fn(w)
 	}()
 	return <-done
 }
+
+// errPanic: a pass ran into a bug of ours. The states of its batch are unknown.
+var errPanic = errors.New("panic in a pass")
 
 func (w *worker) setNice(n int) {
 	if w.tuned && w.nice != n {
@@ -135,15 +158,13 @@ func (w *worker) setNice(n int) {
 	}
 }
 
-// lock takes p.mu at a priority at which the holder is not kept from a core.
-func (w *worker) lock(p *Pager) {
+// locked runs fn with p.mu held, at a priority at which the holder is not kept from a core.
+func (w *worker) locked(p *Pager, fn func() error) error {
 	w.setNice(niceLocked)
+	defer w.setNice(niceEncode)
 	p.mu.Lock()
-}
-
-func (w *worker) unlock(p *Pager) {
-	p.mu.Unlock()
-	w.setNice(niceEncode)
+	defer p.mu.Unlock()
+	return fn()
 }
 
 // makeWay lets waiting faults go first. Caller holds mu, and holds it again after.

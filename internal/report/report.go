@@ -1,0 +1,228 @@
+// Package report holds the results of a measurement in a stable form and writes
+// them: a table for people, JSON for machines, and one last line for scripts.
+// It also shows a running measurement (live.go, plain.go).
+//
+// A Report is plain data. Package bench fills it; nothing here measures or
+// decides. Its JSON form is versioned: fields may be added under the same
+// Schema, and a change of meaning or a removal raises it.
+package report
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"time"
+)
+
+// Schema is the version of the JSON form.
+const Schema = 1
+
+// A Report is the result of one measurement: paired runs of the same
+// trajectories with compression off and on.
+type Report struct {
+	Schema    int       `json:"schema"`
+	Tool      string    `json:"tool"` // name and version of the program
+	Started   time.Time `json:"started"`
+	WallS     float64   `json:"wall_s"` // of the whole measurement
+	Machine   Machine   `json:"machine"`
+	Template  Template  `json:"template"`
+	Plan      Plan      `json:"plan"`
+	Summary   Summary   `json:"summary"`
+	Sandboxes []Sandbox `json:"sandboxes"` // in the order of the plan
+	Activity  Activity  `json:"activity"`  // of the runs with compression on, summed
+
+	// Differences are calls whose outcome with compression differs from the one
+	// without. Any of them, or any IntegrityFailures, makes Summary.Intact false.
+	Differences       []Difference `json:"differences"`
+	IntegrityFailures []string     `json:"integrity_failures"` // as the pager reports them: page, encoder
+	NotCompared       []string     `json:"not_compared"`       // calls that timed out without compression
+	Notes             []string     `json:"notes"`
+	Runs              []Run        `json:"runs"` // raw
+}
+
+// Machine is where the measurement ran.
+type Machine struct {
+	OS       string `json:"os"`
+	Kernel   string `json:"kernel"`
+	CPU      string `json:"cpu"`
+	Cores    int    `json:"cores"`
+	MemoryMB int64  `json:"memory_mb"`
+	QEMU     string `json:"qemu"`
+	Accel    string `json:"accel"` // "tcg" or "kvm"
+}
+
+// Template is what the sandboxes were cloned from.
+type Template struct {
+	Name     string `json:"name"`
+	Digest   string `json:"digest"`
+	MemoryMB int64  `json:"memory_mb"` // of a guest
+}
+
+// Plan is what was replayed and how.
+type Plan struct {
+	Source       string       `json:"source"` // "built-in" or the path of recorded trajectories
+	ThinkSource  string       `json:"think_source"`
+	Seed         uint64       `json:"seed"`
+	GapScale     float64      `json:"gap_scale"`
+	MaxGapS      float64      `json:"max_gap_s"` // think times were cut at it, before scaling; 0 = not
+	Order        string       `json:"order"`     // "off,on" or "on,off"
+	Repeat       int          `json:"repeat"`
+	Trajectories []Trajectory `json:"trajectories"`
+}
+
+// Trajectory is what one sandbox replayed.
+type Trajectory struct {
+	Sandbox  string    `json:"sandbox"`
+	ID       string    `json:"id"`
+	Task     string    `json:"task"`
+	Commands []string  `json:"commands"`
+	GapsS    []float64 `json:"gaps_s"`  // before each call, as replayed
+	Dropped  int       `json:"dropped"` // recorded calls that could not be mapped or were cut
+	StandIns int       `json:"stand_ins"`
+	Drawn    int       `json:"drawn"` // think times drawn
+}
+
+// Summary is the result in a few figures. Docs of the terms: design, section 5.
+type Summary struct {
+	Calls         int       `json:"calls"`          // of one run
+	PrivateOff    float64   `json:"private_off"`    // bytes, time average over the fleet's window, mean of the runs
+	PrivateOn     float64   `json:"private_on"`     // bytes
+	Saved         float64   `json:"saved"`          // 1 - PrivateOn/PrivateOff; NaN is never stored: see SavedKnown
+	SavedKnown    bool      `json:"saved_known"`    // PrivateOff was measured and is above zero
+	LatencyRatio  float64   `json:"latency_ratio"`  // sum of call durations, on over off; 0 = unknown
+	NativeRatio   float64   `json:"native_ratio"`   // (native + stall) / native; 0 = unknown
+	NativeMissing string    `json:"native_missing"` // why NativeRatio is unknown
+	NativeCalls   int       `json:"native_calls"`   // calls it rests on
+	NativeP50MS   float64   `json:"native_p50_ms"`  // duration of a call without a VM
+	Stall         Quantiles `json:"stall"`          // per call, with compression on
+	Blocking      Quantiles `json:"blocking"`       // restores a fault waited for
+	Prefetched    Quantiles `json:"prefetched"`     // restores ahead of use
+	VMMHeapOff    float64   `json:"vmm_heap_off"`   // bytes, time average, outside the private memory
+	VMMHeapOn     float64   `json:"vmm_heap_on"`
+	Intact        bool      `json:"intact"`
+}
+
+// Quantiles of a distribution of durations.
+type Quantiles struct {
+	Count uint64        `json:"count"`
+	Total time.Duration `json:"total_ns"`
+	P50   time.Duration `json:"p50_ns"`
+	P95   time.Duration `json:"p95_ns"`
+	P99   time.Duration `json:"p99_ns"`
+	Max   time.Duration `json:"max_ns"`
+}
+
+// Sandbox is one row of the table.
+type Sandbox struct {
+	Name         string    `json:"name"`
+	Calls        int       `json:"calls"`
+	PrivateOff   float64   `json:"private_off"` // bytes, time average over its own trajectory
+	PrivateOn    float64   `json:"private_on"`
+	Saved        float64   `json:"saved"` // 0 when PrivateOff is 0
+	LatencyRatio float64   `json:"latency_ratio"`
+	Stall        Quantiles `json:"stall"`
+	HeapOn       float64   `json:"vmm_heap_on"`
+}
+
+// Activity is what the pagers did.
+type Activity struct {
+	Faults          map[string]uint64  `json:"faults"`
+	Encoders        map[string]Encoder `json:"encoders"`
+	Evicted         uint64             `json:"evicted"`
+	CleanDrops      uint64             `json:"clean_drops"`
+	Incompressible  uint64             `json:"incompressible"`
+	Cancelled       uint64             `json:"cancelled"`
+	CancelledPasses uint64             `json:"cancelled_passes"`
+	PoolFull        uint64             `json:"pool_full"`
+}
+
+// Encoder is what one encoder did.
+type Encoder struct {
+	Pages uint64 `json:"pages"`
+	Bytes int64  `json:"bytes"`
+}
+
+// Difference is one call that ended differently.
+type Difference struct {
+	Run     int    `json:"run"` // index into Runs of the run that differs
+	Sandbox string `json:"sandbox"`
+	Call    int    `json:"call"` // from 1; 0 = the final state of the work tree
+	Command string `json:"command"`
+	Field   string `json:"field"` // stdout, stderr, exit, ...
+	Diff    string `json:"diff"`
+}
+
+// Run is one run, raw.
+type Run struct {
+	Mode     string   `json:"mode"`
+	StartupS float64  `json:"startup_s"` // until the last sandbox accepted commands
+	WallS    float64  `json:"wall_s"`
+	FromS    float64  `json:"from_s"` // start of the first call, from the run's start
+	ToS      float64  `json:"to_s"`   // end of the last call
+	Calls    []Call   `json:"calls"`
+	Samples  []Sample `json:"samples"`
+}
+
+// Call is one call of one run.
+type Call struct {
+	Sandbox  string  `json:"sandbox"`
+	N        int     `json:"n"` // from 1
+	StartS   float64 `json:"start_s"`
+	MS       float64 `json:"ms"`
+	StallMS  float64 `json:"stall_ms"`
+	NativeMS float64 `json:"native_ms,omitempty"`
+	Faults   uint64  `json:"faults"`
+	Exit     int     `json:"exit"`
+	Signal   string  `json:"signal,omitempty"`
+	TimedOut bool    `json:"timed_out,omitempty"`
+	OutBytes int     `json:"out_bytes"`
+}
+
+// Sample is the fleet's memory at one moment, bytes.
+type Sample struct {
+	S            float64 `json:"s"` // from the run's start
+	Resident     int64   `json:"resident"`
+	Pool         int64   `json:"pool"`
+	PageTables   int64   `json:"page_tables"`
+	Dictionaries int64   `json:"dictionaries"`
+	Index        int64   `json:"index"`
+	VMMHeap      int64   `json:"vmm_heap"`
+	Pooled       int64   `json:"pooled_pages"`
+	Sandboxes    []int64 `json:"sandboxes"` // private memory of each, shared parts divided; -1 = not running
+}
+
+// WriteJSON writes r, indented.
+func (r *Report) WriteJSON(w io.Writer) error {
+	e := json.NewEncoder(w)
+	e.SetIndent("", " ")
+	e.SetEscapeHTML(false)
+	if err := e.Encode(r); err != nil {
+		return fmt.Errorf("write JSON report: %w", err)
+	}
+	return nil
+}
+
+// LastLine is the one line that scripts read. Its form is stable: a field is
+// never renamed, removed or reordered. An unknown value is "n/a".
+func (r *Report) LastLine() string {
+	s := r.Summary
+	saved, integrity := "n/a", "FAILED"
+	if s.SavedKnown {
+		saved = fmt.Sprintf("%.1f%%", 100*s.Saved)
+	}
+	if s.Intact {
+		integrity = "ok"
+	}
+	return fmt.Sprintf("demo saved=%s latency=%s native=%s stall_p99_ms=%.1f block_p50_us=%d block_p99_us=%d integrity=%s",
+		saved, times(s.LatencyRatio), times(s.NativeRatio), millis(s.Stall.P99),
+		s.Blocking.P50.Microseconds(), s.Blocking.P99.Microseconds(), integrity)
+}
+
+func times(ratio float64) string {
+	if ratio == 0 {
+		return "n/a"
+	}
+	return fmt.Sprintf("%.2fx", ratio)
+}
+
+func millis(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

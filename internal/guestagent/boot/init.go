@@ -1,7 +1,6 @@
 package boot
 
 import (
-	"bufio"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -71,36 +70,53 @@ func mountKernelFileSystems() error {
 	return nil
 }
 
-// loadModules loads the modules a list names, one path a line, in its order.
-// No list means that the kernel has everything built in.
+// loadModules loads the modules a list names, one path a line, in its order. A
+// module that needs one from further down is tried again after the others. No
+// list means that the kernel has everything built in.
 func loadModules(list string) error {
-	f, err := os.Open(list)
+	content, err := os.ReadFile(list)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("open module list: %w", err)
-	}
-	defer f.Close()
-	lines := bufio.NewScanner(f)
-	for lines.Scan() {
-		path := strings.TrimSpace(lines.Text())
-		if path == "" || strings.HasPrefix(path, "#") {
-			continue
-		}
-		if !strings.HasPrefix(path, "/") {
-			path = "/" + path
-		}
-		if err := loadModule(path); err != nil {
-			return err
-		}
-	}
-	if err := lines.Err(); err != nil {
 		return fmt.Errorf("read module list: %w", err)
+	}
+	for paths := modulePaths(string(content)); len(paths) > 0; {
+		var early []string
+		var first error
+		for _, path := range paths {
+			err := loadModule(path)
+			switch {
+			case errors.Is(err, unix.ENOENT):
+				early = append(early, path)
+				if first == nil {
+					first = err
+				}
+			case err != nil:
+				return err
+			}
+		}
+		if len(early) == len(paths) {
+			return fmt.Errorf("%w (the file or a module it depends on is missing from the initramfs)", first)
+		}
+		paths = early
 	}
 	return nil
 }
 
+func modulePaths(list string) []string {
+	var paths []string
+	for line := range strings.Lines(list) {
+		path := strings.TrimSpace(line)
+		if path == "" || strings.HasPrefix(path, "#") {
+			continue
+		}
+		paths = append(paths, filepath.Join("/", path))
+	}
+	return paths
+}
+
+// loadModule loads one module. ENOENT also means that a symbol it needs is not there.
 func loadModule(path string) error {
 	f, err := os.Open(path)
 	if err != nil {
@@ -108,7 +124,7 @@ func loadModule(path string) error {
 	}
 	defer f.Close()
 	if err := unix.FinitModule(int(f.Fd()), "", 0); err != nil && !errors.Is(err, unix.EEXIST) {
-		return fmt.Errorf("load module %s (for another kernel, or a module before it is missing from /modules?): %w", path, err)
+		return fmt.Errorf("load module %s: %w", path, err)
 	}
 	return nil
 }

@@ -71,6 +71,10 @@ func (l layout) args() []string {
 	// Device memory is laid out between size and maxmem: room for the root image
 	// and its alignment.
 	maxmem := (l.hw.Memory+l.root+2*units.GiB-1)/units.GiB*units.GiB + units.GiB
+	machine := "pc,memory-backend=mem,vmport=off,hpet=on,suppress-vmdesc=on,dump-guest-core=off"
+	if l.hw.RootDevice == NVDIMM {
+		machine += ",nvdimm=on"
+	}
 	share := "on"
 	if l.mode == Clone {
 		share = "off"
@@ -79,7 +83,7 @@ func (l layout) args() []string {
 		"-name", l.id + ",process=agentzip-vm,debug-threads=on",
 		"-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-S",
 		"-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
-		"-M", "pc,memory-backend=mem,vmport=off,hpet=on,suppress-vmdesc=on,dump-guest-core=off",
+		"-M", machine,
 		"-global", "migration.send-configuration=off",
 		"-accel", accel, "-cpu", l.hw.CPU, "-smp", strconv.Itoa(l.hw.VCPUs),
 		"-m", fmt.Sprintf("%s,slots=2,maxmem=%s", mib(l.hw.Memory), mib(maxmem)),
@@ -93,9 +97,13 @@ func (l layout) args() []string {
 		"-object", "rng-builtin,id=entropy", "-device", "virtio-rng-pci,rng=entropy",
 	}
 	if l.root > 0 {
+		device := "virtio-pmem-pci,memdev=root,id=pmem"
+		if l.hw.RootDevice == NVDIMM {
+			device = "nvdimm,memdev=root,id=pmem,unarmed=on" // unarmed: read-only
+		}
 		a = append(a,
 			"-object", fmt.Sprintf("memory-backend-file,id=root,size=%s,mem-path=%s,share=on,readonly=on", mib(l.root), procFD(fdRoot)),
-			"-device", "virtio-pmem-pci,memdev=root,id=pmem")
+			"-device", device)
 	}
 	if l.disk {
 		// Never O_DIRECT or io_uring: they pin guest pages (docs/architecture.md,
@@ -133,6 +141,9 @@ func (h Hardware) fill() (Hardware, error) {
 	if h.Accel == "" {
 		h.Accel = TCG
 	}
+	if h.RootDevice == "" {
+		h.RootDevice = VirtioPMEM
+	}
 	if h.CPU == "" {
 		h.CPU = "max"
 		if h.Accel == KVM {
@@ -149,6 +160,8 @@ func (h Hardware) fill() (Hardware, error) {
 		return h, fmt.Errorf("%d vCPUs: must be 1 to 64", h.VCPUs)
 	case h.Accel != TCG && h.Accel != KVM:
 		return h, fmt.Errorf("accelerator %q: must be tcg or kvm", h.Accel)
+	case h.RootDevice != VirtioPMEM && h.RootDevice != NVDIMM:
+		return h, fmt.Errorf("root device %q: must be %s or %s", h.RootDevice, VirtioPMEM, NVDIMM)
 	case strings.ContainsAny(h.CPU, " \n"):
 		return h, fmt.Errorf("CPU model %q: must have no spaces", h.CPU)
 	}

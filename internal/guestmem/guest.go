@@ -17,6 +17,9 @@ var (
 	ErrGone = hostmem.ErrGone
 	// ErrExists: the operation stopped at a page that is mapped already.
 	ErrExists = uffd.ErrExists
+	// ErrMergeable: KSM may merge the guest's pages, which would lose their write
+	// protection and with it writes of the guest. Nothing was attached.
+	ErrMergeable = errors.New("the guest's memory is open to KSM; start QEMU with merge=off on its memory backend")
 )
 
 // Failure points of the operations on a guest's memory.
@@ -75,6 +78,13 @@ func Attach(sh *Shim, pid int, im *Image) (*Guest, error) {
 	base, err := hostmem.FindPrivate(pid, im.file, size)
 	if err != nil {
 		return nil, fmt.Errorf("attach to guest: %w", err)
+	}
+	mergeable, err := hostmem.Mergeable(pid, base)
+	if err != nil {
+		return nil, fmt.Errorf("attach to guest: %w", err)
+	}
+	if mergeable {
+		return nil, fmt.Errorf("attach to guest: %w", ErrMergeable)
 	}
 	sh.mu.Lock()
 	fd := sh.uffd

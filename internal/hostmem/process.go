@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -108,4 +109,34 @@ func parseMap(line string) (mapLine, bool) {
 	m.inode, errs[3] = strconv.ParseUint(f[4], 10, 64)
 	m.private, m.dev = f[1][3] == 'p', f[3]
 	return m, errors.Join(errs[:]...) == nil
+}
+
+// Mergeable reports whether the mapping that starts at addr in process pid is open to KSM
+// (flag "mg", proc_pid_smaps(5)). KSM replaces equal pages by one and forgets their
+// userfaultfd write protection (mm/ksm.c, replace_page).
+func Mergeable(pid int, addr uint64) (bool, error) {
+	smaps, err := os.Open(fmt.Sprintf("/proc/%d/smaps", pid))
+	if errors.Is(err, os.ErrNotExist) {
+		return false, fmt.Errorf("read flags of a mapping of process %d: %w", pid, ErrGone)
+	}
+	if err != nil {
+		return false, fmt.Errorf("read flags of a mapping: %w", err)
+	}
+	defer smaps.Close() //nolint:errcheck // read only
+	inside := false
+	lines := bufio.NewScanner(smaps)
+	for lines.Scan() {
+		if m, ok := parseMap(lines.Text()); ok {
+			inside = m.start == addr
+			continue
+		}
+		flags, ok := strings.CutPrefix(lines.Text(), "VmFlags:")
+		if inside && ok {
+			return slices.Contains(strings.Fields(flags), "mg"), nil
+		}
+	}
+	if err := lines.Err(); err != nil {
+		return false, fmt.Errorf("read flags of a mapping of process %d: %w", pid, err)
+	}
+	return false, fmt.Errorf("read flags of process %d: it has no mapping at %#x", pid, addr)
 }

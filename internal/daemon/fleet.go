@@ -1,0 +1,217 @@
+package daemon
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/agentzip/agentzip/internal/bench"
+	"github.com/agentzip/agentzip/internal/guestlink"
+	"github.com/agentzip/agentzip/internal/pager"
+	"github.com/agentzip/agentzip/internal/sandbox"
+	"github.com/agentzip/agentzip/internal/units"
+)
+
+// outputLimit bounds what a measured call's output may occupy, for each of its
+// two streams: twice the largest of the recorded trajectories.
+const outputLimit = 4 * units.MiB
+
+// A FleetOptions says what the sandboxes of a fleet are.
+type FleetOptions struct {
+	Template   string
+	NoPrefetch bool
+}
+
+// Fleets returns a factory of fleets for measurements.
+func (d *Daemon) Fleets(o FleetOptions) bench.FleetFactory {
+	return func(_ context.Context, mode bench.Mode) (bench.Fleet, error) {
+		f := &fleet{daemon: d, opts: o}
+		if mode == bench.On {
+			c, err := d.NewCohort()
+			if err != nil {
+				return nil, err
+			}
+			f.cohort = c
+		}
+		return f, nil
+	}
+}
+
+// fleet is the sandboxes of one run.
+type fleet struct {
+	daemon *Daemon
+	opts   FleetOptions
+	cohort *Cohort // nil: compression is off
+
+	mu    sync.Mutex
+	boxes []*box // guarded by mu
+}
+
+// box is one sandbox of a fleet.
+type box struct {
+	*sandbox.Sandbox
+}
+
+// Start clones one sandbox.
+func (f *fleet) Start(ctx context.Context, name string) (bench.Box, error) {
+	s, err := f.daemon.Clone(ctx, CloneOptions{ID: name, Template: f.opts.Template, Cohort: f.cohort, NoPrefetch: f.opts.NoPrefetch})
+	if err != nil {
+		return nil, err
+	}
+	b := &box{s}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.boxes = append(f.boxes, b)
+	return b, nil
+}
+
+func (f *fleet) all() []*box {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return append([]*box(nil), f.boxes...)
+}
+
+// Usage adds up the sandboxes and what their cohort keeps.
+func (f *fleet) Usage() (bench.FleetUsage, error) {
+	var u bench.FleetUsage
+	for _, b := range f.all() {
+		bu, err := b.Sandbox.Usage()
+		if err != nil {
+			return u, err
+		}
+		u.ResidentPrivate += bu.ResidentPrivate
+		u.PageTables += bu.PageTables
+		u.VMMHeap += bu.VMMHeap
+		u.Pooled += bu.Pooled
+		u.Sandboxes++
+	}
+	if f.cohort != nil {
+		u.PoolFootprint = f.cohort.pool.Footprint()
+		st := f.cohort.cohort.Stats()
+		u.Dictionaries = st.Dictionaries + st.Reservoir
+	}
+	return u, nil
+}
+
+// Counters merges the pagers' counters.
+func (f *fleet) Counters() bench.Counters {
+	c := bench.Counters{Faults: map[string]uint64{}, Encoders: map[string]bench.EncoderUse{}}
+	var blocking, ahead pager.Latency
+	for _, b := range f.all() {
+		if err := b.Cause(); errors.Is(err, pager.ErrFatal) {
+			c.IntegrityFailures = append(c.IntegrityFailures, err.Error())
+		}
+		st, on := b.Pager()
+		if !on {
+			continue
+		}
+		blocking.Merge(st.Blocking)
+		ahead.Merge(st.Prefetched)
+		addFaults(c.Faults, st)
+		addEncoders(c.Encoders, st)
+		c.Evicted += st.Encoded + st.Zeros + st.Equal + st.Clean
+		c.CleanDrops += st.Clean
+		c.Incompressible += st.Kept
+		c.Cancelled += st.Cancelled
+		c.PoolFull += st.FullPasses
+		if st.Mismatches > 0 {
+			c.IntegrityFailures = append(c.IntegrityFailures, fmt.Sprintf("sandbox %s: %d encodings did not decode to their page", b.ID(), st.Mismatches))
+		}
+	}
+	c.Blocking, c.Prefetched = latency(blocking), latency(ahead)
+	return c
+}
+
+func addFaults(to map[string]uint64, st pager.Stats) {
+	to["evicted"] += uint64(st.Blocking.Count)
+	to["template"] += uint64(st.Template.Count)
+	to["zero"] += uint64(st.Zero.Count)
+	to["protected"] += uint64(st.Protected.Count)
+	to["stale"] += st.Stale
+}
+
+func addEncoders(to map[string]bench.EncoderUse, st pager.Stats) {
+	add := func(name string, pages uint64, bytes units.Bytes) {
+		u := to[name]
+		to[name] = bench.EncoderUse{Pages: u.Pages + pages, Bytes: u.Bytes + bytes}
+	}
+	add("zero", st.Zeros, 0)
+	add("template", st.Equal, 0)
+	for _, e := range st.Encoders {
+		add(e.Kind.String(), e.Pages, e.Bytes)
+	}
+}
+
+func latency(l pager.Latency) bench.Latency {
+	return bench.Latency{
+		Count: uint64(l.Count), Total: l.Total,
+		P50: l.P50(), P95: l.P95(), P99: l.P99(), Max: l.Max,
+	}
+}
+
+// Close kills the sandboxes and frees what they shared.
+func (f *fleet) Close() error {
+	boxes := f.all()
+	errs := make([]error, len(boxes), len(boxes)+1)
+	var wg sync.WaitGroup
+	for i, b := range boxes {
+		wg.Go(func() { errs[i] = b.Sandbox.Close() })
+	}
+	wg.Wait()
+	if f.cohort != nil {
+		errs = append(errs, f.cohort.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// Run runs one call and keeps its output up to outputLimit.
+func (b *box) Run(ctx context.Context, spec bench.CallSpec) (bench.CallResult, error) {
+	var stdout, stderr bounded
+	call, err := b.Sandbox.Run(ctx, guestlink.Command{
+		Shell: spec.Shell, Cwd: spec.Cwd, User: spec.User, Env: spec.Env, Timeout: spec.Timeout,
+	}, &stdout, &stderr)
+	return bench.CallResult{
+		Stdout: stdout.data, Stderr: stderr.data, Truncated: stdout.cut || stderr.cut,
+		Exit: call.Exit.Code, Signal: call.Exit.Signal, TimedOut: call.Exit.TimedOut,
+		Duration: call.Duration, Stall: call.Stall, Faults: call.Faults,
+	}, err
+}
+
+// Usage converts the sandbox's own account.
+func (b *box) Usage() (bench.BoxUsage, error) {
+	u, err := b.Sandbox.Usage()
+	return bench.BoxUsage{
+		ResidentPrivate: u.ResidentPrivate, Encoded: u.Encoded, PageTables: u.PageTables,
+		VMMHeap: u.VMMHeap, Pooled: u.Pooled,
+	}, err
+}
+
+// State converts the sandbox's phase.
+func (b *box) State() bench.BoxState {
+	switch b.Phase() {
+	case sandbox.Starting:
+		return bench.BoxState{Phase: bench.Booting}
+	case sandbox.Running:
+		return bench.BoxState{Phase: bench.Running}
+	case sandbox.Compressing:
+		return bench.BoxState{Phase: bench.Compressing}
+	case sandbox.Dead:
+		return bench.BoxState{Phase: bench.Dead, Cause: b.Cause().Error()}
+	case sandbox.Gap:
+	}
+	return bench.BoxState{Phase: bench.Gap}
+}
+
+// bounded keeps the first outputLimit bytes.
+type bounded struct {
+	data []byte
+	cut  bool
+}
+
+func (w *bounded) Write(p []byte) (int, error) {
+	keep := min(len(p), int(outputLimit)-len(w.data))
+	w.data = append(w.data, p[:keep]...)
+	w.cut = w.cut || keep < len(p)
+	return len(p), nil
+}

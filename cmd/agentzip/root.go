@@ -13,6 +13,8 @@ import (
 	"github.com/lmittmann/tint"
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
+
+	"github.com/agentzip/agentzip/internal/vmm"
 )
 
 // newRootCmd builds the whole command tree. Every call returns a fresh one.
@@ -42,6 +44,8 @@ Start with:  agentzip doctor     does this machine have what it takes?
 	root.AddCommand(
 		newDoctorCmd(),
 		newGuardCmd(),
+		newSetupCmd(),
+		newTemplateCmd(),
 		newVersionCmd(),
 	)
 	wrapArgs(root)
@@ -102,10 +106,7 @@ func oneLine(s string) string {
 }
 
 // stateDir is where templates and caches live.
-func stateDir() string { return envOr("AGENTZIP_STATE_DIR", "/var/lib/agentzip") }
-
-// runDir holds one folder per running host process.
-func runDir() string { return envOr("AGENTZIP_RUN_DIR", "/run/agentzip") }
+func stateDir() string { return envOr("AGENTZIP_STATE_DIR", vmm.DefaultStateDir) }
 
 func envOr(name, fallback string) string {
 	if v := os.Getenv(name); v != "" {

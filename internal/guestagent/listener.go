@@ -33,9 +33,11 @@ type Listener struct {
 
 	// Owned by the goroutine that holds the session: Accept between sessions,
 	// the connection's reader during one.
+	buf     []byte // what the port is read into
+	pending []byte // of buf: read, not searched for a Hello yet
+	ready   []byte // of buf: searched, belongs to the session in hand
 	hello   *link.Scanner
-	pending []byte // read from the port, belongs to the next session or to the hunt for it
-	greeted bool   // a Hello mark was seen; its nonce comes next
+	greeted bool // a Hello mark was seen; its nonce comes next
 
 	session chan struct{} // closed when the current connection is; nil before the first
 	writing sync.Mutex    // held during each Write to the port: a session's last write ends before the next session's first
@@ -47,7 +49,7 @@ type Listener struct {
 // NewListener listens on port and owns it from here. It tells the host that
 // whatever session it had with an earlier agent is over.
 func NewListener(port Port) *Listener {
-	l := &Listener{port: port, hello: link.NewScanner(link.Hello()), closed: make(chan struct{})}
+	l := &Listener{port: port, buf: make([]byte, readChunk), hello: link.NewScanner(link.Hello()), closed: make(chan struct{})}
 	// No matter if it fails: a host that is not connected needs no Reset. The
 	// write is tried at once; only a port without a host waits for the deadline.
 	reset := link.Reset()
@@ -99,10 +101,10 @@ func (l *Listener) acceptError(err error) error {
 
 // awaitNonce discards the stream up to the next Hello and returns the nonce behind it.
 func (l *Listener) awaitNonce() ([]byte, error) {
+	l.ready = nil
 	var nonce []byte
-	buf := make([]byte, readChunk)
 	for {
-		for len(l.pending) > 0 && len(nonce) < link.NonceSize {
+		for len(l.pending) > 0 {
 			if !l.greeted {
 				n, found := l.hello.Feed(l.pending)
 				l.pending, l.greeted = l.pending[n:], found
@@ -111,26 +113,52 @@ func (l *Listener) awaitNonce() ([]byte, error) {
 			n := min(link.NonceSize-len(nonce), len(l.pending))
 			nonce = append(nonce, l.pending[:n]...)
 			l.pending = l.pending[n:]
-		}
-		if len(nonce) == link.NonceSize {
-			l.greeted = false
-			return nonce, nil
-		}
-		n, err := l.port.Read(buf)
-		switch {
-		case n > 0:
-			l.pending = append(l.pending[:0:0], buf[:n]...)
-		case errors.Is(err, io.EOF):
-			// The host is gone; a Hello it began is void.
-			nonce, l.greeted = nil, false
-			l.hello.Restart()
-			if err := l.port.AwaitHost(); err != nil {
-				return nil, err
+			if len(nonce) == link.NonceSize {
+				l.greeted = false
+				return nonce, nil
 			}
-		case err != nil:
+		}
+		n, err := l.port.Read(l.buf)
+		l.pending = l.buf[:n]
+		if n > 0 || err == nil {
+			continue
+		}
+		if !errors.Is(err, io.EOF) {
+			return nil, err
+		}
+		// The host is gone; a Hello it began is void.
+		nonce, l.greeted = nil, false
+		l.hello.Restart()
+		if err := l.port.AwaitHost(); err != nil {
 			return nil, err
 		}
 	}
+}
+
+// next makes more of the stream ready for the session in hand. io.EOF says that
+// the session is over: the host went away or opened another one.
+//
+// It reads as much as there is, not as much as HTTP/2 asks for: a Hello is then
+// recognised before its first bytes are taken for a frame, which the server
+// would mourn for a second before it lets go of the session.
+func (l *Listener) next() error {
+	if len(l.pending) == 0 {
+		n, err := l.port.Read(l.buf)
+		if n == 0 && err != nil {
+			if errors.Is(err, io.EOF) {
+				l.hello.Restart()
+			}
+			return err
+		}
+		l.pending = l.buf[:n]
+	}
+	at, found := l.hello.Feed(l.pending)
+	if found {
+		l.pending, l.greeted = l.pending[at:], true
+		return io.EOF
+	}
+	l.ready, l.pending = l.pending, nil
+	return nil
 }
 
 // Close ends the listener, the session in hand and the port.
@@ -173,36 +201,15 @@ func (c *sessionConn) Read(p []byte) (int, error) {
 	if c.over {
 		return 0, io.EOF
 	}
-	if len(p) == 0 {
-		return 0, nil
-	}
-	var n int
-	if len(c.l.pending) > 0 {
-		n = copy(p, c.l.pending)
-		c.l.pending = c.l.pending[n:]
-	} else {
-		var err error
-		if n, err = c.l.port.Read(p); err != nil {
-			if errors.Is(err, io.EOF) {
-				c.over = true
-				c.l.hello.Restart()
-			}
-			return n, err
-		}
-		if n == 0 {
-			return 0, io.ErrNoProgress
+	if len(c.l.ready) == 0 {
+		if err := c.l.next(); err != nil {
+			c.over = errors.Is(err, io.EOF)
+			return 0, err
 		}
 	}
-	at, found := c.l.hello.Feed(p[:n])
-	if !found {
-		return n, nil
-	}
-	// The host started over. What follows the mark is for the next session.
-	rest := append([]byte(nil), p[at:n]...)
-	c.l.pending = append(rest, c.l.pending...)
-	c.l.greeted = true
-	c.over = true
-	return 0, io.EOF
+	n := copy(p, c.l.ready)
+	c.l.ready = c.l.ready[n:]
+	return n, nil
 }
 
 func (c *sessionConn) closed() bool {

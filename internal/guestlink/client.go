@@ -278,6 +278,12 @@ func (c *Client) QuiesceWith(ctx context.Context, o QuiesceOptions) error {
 // Shutdown asks the guest to write everything to its disk and power off. It
 // returns when the guest has begun.
 func (c *Client) Shutdown(ctx context.Context) error {
+	if _, err := c.current(ctx); err != nil {
+		return c.describe(ctx, "shut guest down", err)
+	}
 	_, err := c.guest.Shutdown(ctx, connect.NewRequest(&guestv1.ShutdownRequest{}))
-	return c.describe(ctx, "shut guest down", err)
+	if err = c.describe(ctx, "shut guest down", err); errors.Is(err, ErrLinkDown) {
+		return nil // the end was faster than its announcement
+	}
+	return err
 }

@@ -19,6 +19,11 @@ What is done already is skipped.`,
 		Args:    cobra.NoArgs,
 		PreRunE: requireRoot,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			for _, name := range names {
+				if _, err := template.Builtin(name); err != nil {
+					return usageError(err)
+				}
+			}
 			return withLauncher(func(store *template.Store, launcher func() (template.Launcher, error)) error {
 				progress := newProgress(cmd.ErrOrStderr())
 				defer progress.close()

@@ -82,7 +82,6 @@ further flags. A template whose inputs have not changed is not built again.`,
 	fl.StringVar(&f.workDir, "workdir", "", "where warm-up commands start (default: the user's home)")
 	fl.BoolVar(&f.force, "force", false, "build even if nothing has changed")
 	fl.BoolVar(&f.asJSON, "json", false, "print the manifest as JSON when done")
-	cmd.MarkFlagsMutuallyExclusive("debian", "oci", "dir")
 	return cmd
 }
 
@@ -90,7 +89,15 @@ further flags. A template whose inputs have not changed is not built again.`,
 // template override its own values.
 func (f *buildFlags) spec(cmd *cobra.Command, name string) (template.BuildSpec, error) {
 	spec := template.BuildSpec{Name: name}
+	sources := 0
+	for _, flag := range []string{"debian", "oci", "dir"} {
+		if cmd.Flags().Changed(flag) {
+			sources++
+		}
+	}
 	switch {
+	case sources > 1:
+		return spec, usageError(errors.New("give one of --debian, --oci and --dir, not several"))
 	case len(f.debian) > 0:
 		spec.Source.Debian = &rootfs.Debian{Suite: template.Suite, Packages: f.debian, Setup: f.setup}
 	case f.oci != "":

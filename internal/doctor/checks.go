@@ -46,9 +46,11 @@ func checkRoot(_ context.Context, h *Host) Finding {
 func checkUserfault(_ context.Context, h *Host) Finding {
 	times, err := h.Userfault()
 	if err != nil {
-		return missing(err.Error(),
-			"evicted pages come back through MISSING, MINOR and WP faults of a sealed private mapping",
-			"use kernel 6.1 or newer with CONFIG_USERFAULTFD; in a container, allow userfaultfd in its seccomp profile")
+		fix := "use kernel 6.1 or newer with CONFIG_USERFAULTFD"
+		if errors.Is(err, fs.ErrPermission) {
+			fix = "run as root; in a container, allow userfaultfd in its seccomp profile"
+		}
+		return missing(err.Error(), "evicted pages come back through MISSING, MINOR and WP faults of a sealed private mapping", fix)
 	}
 	return ok("served a minor fault in %s, a missing one in %s, a write-protect one in %s",
 		round(times.Minor), round(times.Missing), round(times.WriteProtect))

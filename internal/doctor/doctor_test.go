@@ -125,6 +125,13 @@ func TestEachThingThatCanBeWrongIsNamedWithItsFix(t *testing.T) {
 			"userfaultfd", Missing, "no minor faults", "CONFIG_USERFAULTFD",
 		},
 		{
+			"a userfaultfd that is forbidden needs root, not a kernel",
+			func(h *Host, _ files) {
+				h.Userfault = func() (FaultTimes, error) { return FaultTimes{}, fs.ErrPermission }
+			},
+			"userfaultfd", Missing, "permission", "run as root",
+		},
+		{
 			"no permission for the device is not the same as no device",
 			func(h *Host, _ files) { h.UserfaultDevice = func() error { return fs.ErrPermission } },
 			"/dev/userfaultfd", Missing, "permission", "run as root",

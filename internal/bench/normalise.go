@@ -24,8 +24,8 @@ var rules = []rule{
 	{"clock times", regexp.MustCompile(`\b\d\d:\d\d:\d\d([.,]\d+)?\b`), "TIME"},
 	{"seconds since the epoch", regexp.MustCompile(`\b1[6-9]\d{8}(\.\d+)?\b`), "EPOCH"},
 
-	{"durations", regexp.MustCompile(`\b\d+(\.\d+)?(e-\d+)? ?(ns|us|µs|ms|s|secs?|seconds?)\b( \(\d:\d\d:\d\d\))?`), "DURATION"},
 	{"durations of time(1)", regexp.MustCompile(`\b\d+m\d+\.\d+s\b|\b\d+:\d\d\.\d\d?elapsed\b|\b\d+\.\d\d(user|system)\b|\b\d+%CPU\b|\b\d+maxresident\b`), "DURATION"},
+	{"durations", regexp.MustCompile(`\b\d+(\.\d+)?(e-\d+)? ?(ns|us|µs|ms|s|secs?|seconds?)\b( \(\d:\d\d:\d\d\))?`), "DURATION"},
 	{"rates", regexp.MustCompile(`\b\d+(\.\d+)? ?([kKMG]i?)?B/s`), "RATE"},
 	// pytest pads its banners to the width of the line, which the duration in
 	// them changes.

@@ -62,7 +62,7 @@ func (p *Plain) Close() {}
 func (p *Plain) line(s string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	fmt.Fprintf(p.w, "%6.1fs  %s\n", time.Since(p.start).Seconds(), s) // a broken pipe ends the program by signal
+	fmt.Fprintf(p.w, "%6.1fs  %s\n", time.Since(p.start).Seconds(), printable(s)) // a broken pipe ends the program by signal
 }
 
 // frame draws the rows, for a terminal of the given width.

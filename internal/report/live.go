@@ -19,9 +19,13 @@ type Live struct {
 }
 
 // NewLive starts a display on a terminal. It ends with ctx or Close.
-func NewLive(ctx context.Context, w io.Writer) *Live {
+func NewLive(ctx context.Context, w io.Writer) *Live { return newLive(ctx, w) }
+
+// newLive is NewLive with more options, for tests without a terminal.
+func newLive(ctx context.Context, w io.Writer, more ...tea.ProgramOption) *Live {
 	l := &Live{done: make(chan struct{})}
-	l.program = tea.NewProgram(board{width: 120}, tea.WithContext(ctx), tea.WithOutput(w), tea.WithInput(nil), tea.WithoutSignalHandler(), tea.WithFPS(10))
+	opts := []tea.ProgramOption{tea.WithContext(ctx), tea.WithOutput(w), tea.WithInput(nil), tea.WithoutSignalHandler(), tea.WithFPS(10)}
+	l.program = tea.NewProgram(board{width: 120}, append(opts, more...)...)
 	go func() {
 		defer close(l.done)
 		// The only errors are the context's end and a terminal that is gone;

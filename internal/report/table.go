@@ -115,7 +115,11 @@ func (r *Report) problems(b *bytes.Buffer) {
 			fmt.Fprintf(b, "... and %d more differing calls\n", len(r.Differences)-i)
 			break
 		}
-		fmt.Fprintf(b, "DIFFERENCE %s call %d, %s, in run %d:\n  $ %s\n%s\n", d.Sandbox, d.Call, d.Field, d.Run, firstLine(d.Command), indent(d.Diff))
+		call := fmt.Sprintf("call %d", d.Call)
+		if d.Call == 0 {
+			call = "final state"
+		}
+		fmt.Fprintf(b, "DIFFERENCE %s %s, %s, in run %d:\n  $ %s\n%s\n", d.Sandbox, call, d.Field, d.Run, printable(firstLine(d.Command)), indent(d.Diff))
 	}
 	for _, n := range r.NotCompared {
 		fmt.Fprintf(b, "not compared: %s\n", n)

@@ -9,7 +9,8 @@ import (
 )
 
 // The built-in scenario: four agents at work on tornado 6.2, the package of
-// Debian 12, in a git repository at /testbed. It is our own writing. Each of
+// Debian 12, in a git repository at /testbed: what the built-in template
+// "tornado" holds. It is our own writing. Each of
 // the four has a task of its own, makes a mistake that a test or a check shows,
 // and mends it. No command prints anything that differs between two runs once
 // times, dates and addresses are normalised.
@@ -52,23 +53,6 @@ func Scenario() ([]Trajectory, error) {
 		out = append(out, t)
 	}
 	return out, nil
-}
-
-// RepoScript returns the shell script that makes the scenario's work tree. It
-// runs once, as root, where a template's root file system is made or in the
-// guest before its snapshot.
-func RepoScript() string {
-	data, err := scenarioFiles.ReadFile("scenario/repo.sh")
-	if err != nil {
-		panic("embedded file missing: " + err.Error()) // go:embed guarantees it
-	}
-	return string(data)
-}
-
-// RepoPackages are the Debian packages that RepoScript and the scenario's
-// commands need.
-func RepoPackages() []string {
-	return []string{"python3", "python3-tornado", "python3-pytest", "git"}
 }
 
 // parseScenario reads "task: ..." and then steps, each a line

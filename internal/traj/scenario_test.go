@@ -118,7 +118,6 @@ func TestEveryScenarioCommandIsValidShell(t *testing.T) {
 			}
 		}
 	}
-	check("repo.sh", RepoScript())
 }
 
 func TestScenarioTextWithMistakesIsRefused(t *testing.T) {

@@ -87,7 +87,7 @@ func (l layout) args() []string {
 		"-global", "migration.send-configuration=off",
 		"-accel", accel, "-cpu", l.hw.CPU, "-smp", strconv.Itoa(l.hw.VCPUs),
 		"-m", fmt.Sprintf("%s,slots=2,maxmem=%s", mib(l.hw.Memory), mib(maxmem)),
-		"-object", fmt.Sprintf("memory-backend-file,id=mem,size=%s,mem-path=%s,share=%s", mib(l.hw.Memory), procFD(fdMemory), share),
+		"-object", fmt.Sprintf("memory-backend-file,id=mem,size=%s,mem-path=%s,share=%s,merge=off", mib(l.hw.Memory), procFD(fdMemory), share),
 		"-chardev", "socket,id=qmp,fd=" + strconv.Itoa(fdQMP), "-mon", "chardev=qmp,mode=control",
 		"-chardev", "socket,id=console,fd=" + strconv.Itoa(fdConsole), "-serial", "chardev:console",
 		"-chardev", "socket,id=link,fd=" + strconv.Itoa(fdLink),

@@ -8,14 +8,20 @@ import (
 	"go.uber.org/goleak"
 )
 
-// TestMain lets the test binary be its own guard.
+// The test binary is also its own guard and a process that owns a host.
 func TestMain(m *testing.M) {
-	if len(os.Args) == 3 && os.Args[1] == GuardVerb {
-		if err := GuardMain(os.Args[2]); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
-		}
-		os.Exit(0)
+	var err error
+	switch {
+	case len(os.Args) == 3 && os.Args[1] == GuardVerb:
+		err = GuardMain(os.Args[2])
+	case len(os.Args) == 5 && os.Args[1] == ownVerb:
+		err = own(os.Args[2], os.Args[3], os.Args[4])
+	default:
+		goleak.VerifyTestMain(m)
 	}
-	goleak.VerifyTestMain(m)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	os.Exit(0)
 }

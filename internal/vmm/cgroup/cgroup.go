@@ -143,10 +143,17 @@ type Group struct {
 // each limit that is not in force.
 func (t *Tree) Create(name string, limits Limits) (g *Group, warnings []string) {
 	g = &Group{name: name}
-	set := map[Controller]bool{}
+	known := map[Controller]bool{}
 	for _, h := range t.hierarchies {
+		for _, c := range h.controllers {
+			known[c] = true
+		}
 		dir := filepath.Join(h.dir, name)
-		if err := makeGroup(h, name); err != nil {
+		err := makeGroup(h, name)
+		for try := 0; errors.Is(err, fs.ErrNotExist) && try < 10; try++ {
+			err = makeGroup(h, name) // another process pruned an upper level it had just emptied
+		}
+		if err != nil {
 			warnings = append(warnings, fmt.Sprintf("no cgroup %s: %v", dir, err))
 			continue
 		}
@@ -156,13 +163,12 @@ func (t *Tree) Create(name string, limits Limits) (g *Group, warnings []string) 
 				warnings = append(warnings, fmt.Sprintf("no %s limit: %v", c, err))
 				continue
 			}
-			set[c] = true
 			member.controllers = append(member.controllers, c)
 		}
 		g.members = append(g.members, member)
 	}
 	for _, c := range wanted {
-		if !set[c] && !slices.ContainsFunc(warnings, func(w string) bool { return strings.Contains(w, string(c)) }) {
+		if !known[c] {
 			warnings = append(warnings, fmt.Sprintf("no %s limit: the host has no such cgroup controller", c))
 		}
 	}

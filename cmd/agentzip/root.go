@@ -44,6 +44,7 @@ Start with:  agentzip doctor     does this machine have what it takes?
 	root.AddCommand(
 		newDoctorCmd(),
 		newGuardCmd(),
+		newRunCmd(),
 		newSetupCmd(),
 		newTemplateCmd(),
 		newVersionCmd(),

@@ -31,7 +31,7 @@ type Pagemap struct {
 // OpenPagemap opens /proc/PID/pagemap.
 func OpenPagemap(pid int) (*Pagemap, error) {
 	file, err := os.Open(fmt.Sprintf("/proc/%d/pagemap", pid))
-	if errors.Is(err, os.ErrNotExist) {
+	if gone(err) {
 		return nil, fmt.Errorf("open pagemap of process %d: %w", pid, ErrGone)
 	}
 	if err != nil {
@@ -109,7 +109,7 @@ func (p *Pagemap) walk(start, end uint64, visit func(Run) bool) error {
 		want := min(len(p.entries), int((end-at)/units.PageSize*8))
 		n, err := p.file.ReadAt(p.entries[:want], int64(at/units.PageSize*8))
 		if n < want {
-			if n == 0 && err == nil || errors.Is(err, unix.ESRCH) || n == 0 {
+			if n == 0 || gone(err) {
 				return ErrGone
 			}
 			return fmt.Errorf("read pagemap: %w", err)

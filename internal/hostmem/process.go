@@ -54,7 +54,7 @@ func FindPrivate(pid int, file *os.File, length uint64) (addr uint64, err error)
 	}
 	dev := fmt.Sprintf("%02x:%02x", unix.Major(st.Dev), unix.Minor(st.Dev))
 	maps, err := os.Open(fmt.Sprintf("/proc/%d/maps", pid))
-	if errors.Is(err, os.ErrNotExist) {
+	if gone(err) {
 		return 0, fmt.Errorf("find %s in process %d: %w", file.Name(), pid, ErrGone)
 	}
 	if err != nil {
@@ -75,7 +75,9 @@ func FindPrivate(pid int, file *os.File, length uint64) (addr uint64, err error)
 		}
 		found = append(found, m.start)
 	}
-	if err := lines.Err(); err != nil {
+	if err := lines.Err(); gone(err) {
+		return 0, fmt.Errorf("find %s in process %d: %w", file.Name(), pid, ErrGone)
+	} else if err != nil {
 		return 0, fmt.Errorf("find %s in process %d: %w", file.Name(), pid, err)
 	}
 	if len(found) != 1 || len(refused) != 0 {
@@ -84,6 +86,10 @@ func FindPrivate(pid int, file *os.File, length uint64) (addr uint64, err error)
 	}
 	return found[0], nil
 }
+
+// gone reports whether a file of /proc/PID failed because the process is dead: reaped
+// (ENOENT) or not yet (ESRCH).
+func gone(err error) bool { return errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ESRCH) }
 
 // mapLine is one line of /proc/PID/maps, proc_pid_maps(5).
 type mapLine struct {
@@ -116,7 +122,7 @@ func parseMap(line string) (mapLine, bool) {
 // userfaultfd write protection (mm/ksm.c, replace_page).
 func Mergeable(pid int, addr uint64) (bool, error) {
 	smaps, err := os.Open(fmt.Sprintf("/proc/%d/smaps", pid))
-	if errors.Is(err, os.ErrNotExist) {
+	if gone(err) {
 		return false, fmt.Errorf("read flags of a mapping of process %d: %w", pid, ErrGone)
 	}
 	if err != nil {
@@ -135,7 +141,9 @@ func Mergeable(pid int, addr uint64) (bool, error) {
 			return slices.Contains(strings.Fields(flags), "mg"), nil
 		}
 	}
-	if err := lines.Err(); err != nil {
+	if err := lines.Err(); gone(err) {
+		return false, fmt.Errorf("read flags of a mapping of process %d: %w", pid, ErrGone)
+	} else if err != nil {
 		return false, fmt.Errorf("read flags of a mapping of process %d: %w", pid, err)
 	}
 	return false, fmt.Errorf("read flags of process %d: it has no mapping at %#x", pid, addr)

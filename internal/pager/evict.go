@@ -49,6 +49,9 @@ func (p *Pager) Evict(ctx context.Context) (EvictResult, error) {
 	if p.closed {
 		return res, ErrClosed
 	}
+	if err := p.Err(); err != nil {
+		return res, err
+	}
 	start := time.Now()
 	err := p.workers.encode(ctx, func(w *worker) error { return p.pass(ctx, w, &res) })
 	if errors.Is(err, errPanic) {

@@ -22,7 +22,7 @@ readonly NEED_DISK_AGAIN_KB=1500000 # overlays of sandboxes only; template alrea
 # user may have brought their own QEMU or compiler.
 readonly BUILD_PACKAGES="gcc:gcc libc6-dev:/usr/include/stdio.h libzstd-dev:/usr/include/zstd.h git:git"
 readonly RUN_PACKAGES="qemu-system-x86:qemu-system-x86_64 mmdebstrap:mmdebstrap e2fsprogs:mke2fs
-  debian-archive-keyring:/usr/share/keyrings/debian-archive-keyring.gpg cpio:cpio kmod:depmod ca-certificates:/etc/ssl/certs/ca-certificates.crt"
+  debian-archive-keyring:/usr/share/keyrings/debian-archive-keyring.gpg ca-certificates:/etc/ssl/certs/ca-certificates.crt"
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { # what, fix
@@ -98,7 +98,7 @@ missing_packages() {
 
 # first_error prints the line of a log that says most, for the one-line message.
 first_error() {
-  { grep -m1 -E '^(E|Err|W):' "$1" || grep -v '^$' "$1" | tail -n1; } | cut -c1-200
+  { grep -m1 'Failed to fetch' "$1" || grep -m1 '^E:' "$1" || grep -v '^$' "$1" | tail -n1; } | cut -c1-200
 }
 
 install_packages() { # list of package:proof
@@ -158,14 +158,16 @@ build_binaries() {
 }
 
 main() {
-  mkdir -p "$LOG"
+  if [[ $STAGE == all ]]; then check_root; fi # before anything is written
+  mkdir -p "$LOG" 2>/dev/null && [[ -w build && -w $LOG ]] ||
+    fail "cannot write to $PWD/build" "Run it as the owner of this folder, or as root"
   exec 9>build/setup.lock
   flock -n 9 || { say "another make is setting up here; waiting for it"; flock 9; }
   check_platform
   case $STAGE in
     build) check_go; install_packages "$BUILD_PACKAGES" ;;
     all)
-      check_root; check_go; check_memory; check_disk
+      check_go; check_memory; check_disk
       install_packages "$BUILD_PACKAGES $RUN_PACKAGES"
       ;;
     *) fail "unknown stage '$STAGE'" "Use build or all" ;;

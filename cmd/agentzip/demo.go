@@ -1,0 +1,254 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/agentzip/agentzip/internal/bench"
+	"github.com/agentzip/agentzip/internal/daemon"
+	"github.com/agentzip/agentzip/internal/report"
+	"github.com/agentzip/agentzip/internal/traj"
+)
+
+// recordedCalls is how many calls of a recorded trajectory are replayed unless
+// --max-calls says otherwise: real ones run to 200, for half an hour.
+const recordedCalls = 30
+
+// demoFlags are the flags of `demo`, as given.
+type demoFlags struct {
+	template     string
+	sandboxes    int
+	gapScale     float64
+	maxGap       time.Duration
+	maxCalls     int
+	trajectories string
+	group, match string
+	seed         uint64
+	order        string
+	repeat       int
+	native       string
+	noPrefetch   bool
+	jsonFile     string
+	plain        bool
+}
+
+func newDemoCmd() *cobra.Command {
+	f := demoFlags{}
+	cmd := &cobra.Command{
+		Use:   "demo",
+		Short: "Run the main job: agents in sandboxes, with and without compression",
+		Long: `Clones sandboxes from a template, replays an agent's tool calls in each of them, all
+at once, with the model's thinking time between calls: first with compression off, then
+on. Compares every output and exit code of the two runs and prints what compression
+saved and cost. Any difference is a failure (exit 1).
+
+By default the agents are four of our own writing, at work on tornado. --trajectories
+replays recorded ones: JSON lines of Claude Code, R2E-Gym, mini-swe-agent or agentseism
+runs. Their commands run in the sandboxes only, unless --native=on.
+
+The last line of stdout is for scripts and keeps its form:
+  demo saved=91.2% latency=1.03x native=1.08x stall_p99_ms=4.2 block_p50_us=48 block_p99_us=310 integrity=ok`,
+		Example: `  agentzip demo
+  agentzip demo --gap-scale 0.5 --json report.json
+  agentzip demo --trajectories recorded/ --match aiohttp --max-calls 20`,
+		Args:    cobra.NoArgs,
+		PreRunE: requireRoot,
+		RunE:    func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
+	}
+	fl := cmd.Flags()
+	fl.StringVarP(&f.template, "template", "t", demoTemplate, "template to clone")
+	fl.IntVarP(&f.sandboxes, "sandboxes", "n", 4, "sandboxes at once")
+	fl.Float64Var(&f.gapScale, "gap-scale", 1, "multiply thinking times by this")
+	fl.DurationVar(&f.maxGap, "max-gap", time.Minute, "cut thinking times at this, before scaling (0: never)")
+	fl.IntVar(&f.maxCalls, "max-calls", 0, fmt.Sprintf("replay at most so many calls of each trajectory (0: all; of recorded ones %d)", recordedCalls))
+	fl.StringVar(&f.trajectories, "trajectories", "", "replay recorded trajectories: a .jsonl or .jsonl.gz file, or a folder of them")
+	fl.StringVar(&f.group, "group", "", "with --trajectories: only this group of groups.json")
+	fl.StringVar(&f.match, "match", "", "with --trajectories: only ids, tasks or repositories that contain this")
+	fl.Uint64Var(&f.seed, "seed", 1, "for thinking times that were not recorded")
+	fl.StringVar(&f.order, "order", "off,on", "which run comes first: off,on or on,off")
+	fl.IntVar(&f.repeat, "repeat", 1, "pairs of runs; every other pair in the other order")
+	fl.StringVar(&f.native, "native", "auto", "also time the commands on this host without a VM: on, off, auto (our own scenario only)")
+	fl.BoolVar(&f.noPrefetch, "no-prefetch", false, "restore only what faults ask for")
+	fl.StringVar(&f.jsonFile, "json", "", "write the whole report as JSON to this file (-: to stdout, and the table to stderr)")
+	fl.BoolVar(&f.plain, "plain", false, "log lines instead of the live display")
+	for name, complete := range map[string]cobra.CompletionFunc{
+		"template": completeTemplateFlag,
+		"order":    cobra.FixedCompletions([]string{"off,on", "on,off"}, cobra.ShellCompDirectiveNoFileComp),
+		"native":   cobra.FixedCompletions([]string{"auto", "on", "off"}, cobra.ShellCompDirectiveNoFileComp),
+	} {
+		if err := cmd.RegisterFlagCompletionFunc(name, complete); err != nil {
+			panic(err) // the flags are defined above
+		}
+	}
+	cmd.AddCommand(newNativeReplayCmd())
+	return cmd
+}
+
+// newNativeReplayCmd is the child that times commands without a VM. Not for
+// people: it refuses to run outside the namespaces that `demo` starts it in.
+func newNativeReplayCmd() *cobra.Command {
+	return &cobra.Command{
+		Use:    bench.NativeVerb,
+		Short:  "Time a job's commands without a VM (started by agentzip itself)",
+		Hidden: true,
+		Args:   cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return bench.NativeMain(cmd.InOrStdin(), cmd.OutOrStdout())
+		},
+	}
+}
+
+// check refuses flags that make no sense, before anything is started.
+func (f *demoFlags) check() error {
+	switch {
+	case f.sandboxes < 1 || f.sandboxes > 256:
+		return usageError(fmt.Errorf("--sandboxes %d: use 1 to 256", f.sandboxes))
+	case !(f.gapScale >= 0 && f.gapScale <= 1000):
+		return usageError(fmt.Errorf("--gap-scale %g: use 0 to 1000", f.gapScale))
+	case f.maxGap < 0 || f.maxCalls < 0:
+		return usageError(errors.New("--max-gap and --max-calls must not be negative"))
+	case f.order != "off,on" && f.order != "on,off":
+		return usageError(fmt.Errorf("--order %q: use off,on or on,off", f.order))
+	case f.repeat < 1 || f.repeat > 100:
+		return usageError(fmt.Errorf("--repeat %d: use 1 to 100", f.repeat))
+	case f.native != "auto" && f.native != "on" && f.native != "off":
+		return usageError(fmt.Errorf("--native %q: use auto, on or off", f.native))
+	case f.trajectories == "" && (f.group != "" || f.match != ""):
+		return usageError(errors.New("--group and --match need --trajectories"))
+	}
+	return nil
+}
+
+func (f *demoFlags) run(cmd *cobra.Command) (err error) {
+	if err := f.check(); err != nil {
+		return err
+	}
+	plans, notes, err := f.plans()
+	if err != nil {
+		return err
+	}
+	d, err := daemon.Open(daemon.Options{StateDir: stateDir(), LibDir: libDir(), Log: slog.Default()})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, d.Close()) }()
+	ctx := cmd.Context()
+	tmpl, _, err := d.Template(ctx, f.template)
+	if err != nil {
+		return withHint(err, "run `agentzip setup`, or name a template with --template")
+	}
+	display := f.display(ctx, cmd.ErrOrStderr())
+	cfg := bench.Config{
+		Fleet:     d.Fleets(daemon.FleetOptions{Template: f.template, NoPrefetch: f.noPrefetch}),
+		Sandboxes: plans, GapScale: f.gapScale, MaxGap: f.maxGap, Repeat: f.repeat, Display: display,
+	}
+	if f.order == "on,off" {
+		cfg.First = bench.On
+	}
+	if f.native == "on" || f.native == "auto" && f.trajectories == "" {
+		cfg.NativeReplay = nativeReplay(ctx, tmpl.RootFile(), plans)
+	}
+	rep, err := bench.Measure(ctx, cfg)
+	display.Close()
+	if rep == nil {
+		return err
+	}
+	m := report.ThisMachine()
+	m.QEMU, m.Accel = tmpl.Host.QEMU, cmp.Or(string(tmpl.Hardware.Accel), "tcg")
+	rep.Machine = m
+	rep.Tool = "agentzip " + readVersion().Revision
+	rep.Template = report.Template{Name: tmpl.Name, Digest: tmpl.Input, MemoryMB: int64(tmpl.Hardware.Memory) >> 20}
+	rep.Notes = append(notes, rep.Notes...)
+	f.describe(&rep.Plan)
+	return errors.Join(err, f.write(cmd, rep))
+}
+
+// plans loads the trajectories and gives each sandbox its own. The notes say
+// what was left out or made up.
+func (f *demoFlags) plans() (plans []bench.Plan, notes []string, err error) {
+	trs, maxCalls := []traj.Trajectory(nil), f.maxCalls
+	if f.trajectories == "" {
+		trs, err = traj.Scenario()
+	} else {
+		trs, err = traj.Load(traj.Selection{Path: f.trajectories, Group: f.group, Match: f.match, MinSteps: 3, Seed: f.seed})
+		if maxCalls == 0 {
+			maxCalls = recordedCalls
+		}
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	plans, repeated, dropped := bench.PlanSandboxes(trs, f.sandboxes, maxCalls)
+	if repeated > 0 {
+		notes = append(notes, fmt.Sprintf("%d sandboxes repeat the trajectory of another, shifted in time", repeated))
+	}
+	var tally traj.Tally
+	cut := 0
+	for i, p := range plans {
+		tally.Add(p.Trajectory.Tally)
+		cut += dropped[i]
+	}
+	if f.trajectories != "" {
+		notes = append(notes, fmt.Sprintf("recorded calls: %d are commands (%d of them past --max-calls, not replayed), %d need no sandbox, %d cannot be mapped, %d files without recorded content",
+			tally.Mapped, cut, tally.NoSandbox, tally.Unmappable, tally.StandIns))
+	}
+	return plans, notes, nil
+}
+
+// describe adds to the plan what only the flags know.
+func (f *demoFlags) describe(p *report.Plan) {
+	p.Source, p.Seed, p.ThinkSource = "built-in", f.seed, "of the built-in scenario, after recorded agents"
+	if f.trajectories == "" {
+		return
+	}
+	p.Source, p.ThinkSource = f.trajectories, "as recorded"
+	for _, t := range p.Trajectories {
+		if t.Drawn > 0 {
+			p.ThinkSource = "where not recorded " + traj.ThinkSource
+		}
+	}
+}
+
+func (f *demoFlags) display(ctx context.Context, w io.Writer) report.Display {
+	if f.plain || !isTerminal(w) {
+		return report.NewPlain(w)
+	}
+	return report.NewLive(ctx, w)
+}
+
+// nativeReplay times the commands in a child of this program.
+func nativeReplay(ctx context.Context, rootImage string, plans []bench.Plan) func() bench.NativeResult {
+	return func() bench.NativeResult {
+		self, err := os.Executable()
+		if err != nil {
+			return bench.NativeResult{Missing: err.Error()}
+		}
+		return bench.ReplayNative(ctx, bench.NativeSpec{Exe: []string{self, "demo", bench.NativeVerb}, RootImage: rootImage, Plans: plans})
+	}
+}
+
+// write prints the table and stores the JSON.
+func (f *demoFlags) write(cmd *cobra.Command, rep *report.Report) (err error) {
+	switch f.jsonFile {
+	case "":
+		return rep.WriteText(cmd.OutOrStdout())
+	case "-":
+		return errors.Join(rep.WriteText(cmd.ErrOrStderr()), rep.WriteJSON(cmd.OutOrStdout()))
+	}
+	file, err := os.Create(f.jsonFile)
+	if err != nil {
+		err = fmt.Errorf("create report: %w", err)
+	} else {
+		err = errors.Join(rep.WriteJSON(file), file.Close())
+	}
+	// The table comes last, so that its last line is the output's last line.
+	return errors.Join(err, rep.WriteText(cmd.OutOrStdout()))
+}

@@ -50,8 +50,11 @@ func New(o Options) *Server {
 	}
 	s := &Server{options: o, processes: &processes{shielded: o.Shielded, busy: o.Busy, byPID: map[uint32]*process{}}}
 	mux := http.NewServeMux()
-	mux.Handle(processconnect.NewProcessHandler(&processService{server: s}))
-	mux.Handle(guestv1connect.NewGuestHandler(&guestService{server: s}))
+	// No compression: it costs the guest time to save copies within one machine,
+	// and flow control would count bytes before they are inflated at the host.
+	plain := connect.WithCompression("gzip", nil, nil)
+	mux.Handle(processconnect.NewProcessHandler(&processService{server: s}, plain))
+	mux.Handle(guestv1connect.NewGuestHandler(&guestService{server: s}, plain))
 	mux.HandleFunc("GET /files", s.download)
 	mux.HandleFunc("POST /files", s.upload)
 	mux.HandleFunc("GET /health", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) })

@@ -43,8 +43,10 @@ type Client struct {
 func New(conn net.Conn) *Client {
 	c := &Client{conn: conn, opening: make(chan struct{}, 1)}
 	c.opening <- struct{}{}
-	c.process = processconnect.NewProcessClient(c.HTTPClient(), baseURL)
-	c.guest = guestv1connect.NewGuestClient(c.HTTPClient(), baseURL)
+	// No compression: a guest could answer with little that inflates to much.
+	plain := connect.WithAcceptCompression("gzip", nil, nil)
+	c.process = processconnect.NewProcessClient(c.HTTPClient(), baseURL, plain)
+	c.guest = guestv1connect.NewGuestClient(c.HTTPClient(), baseURL, plain)
 	return c
 }
 

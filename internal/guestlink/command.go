@@ -74,7 +74,8 @@ func (c *Client) Run(ctx context.Context, cmd Command, stdout, stderr io.Writer)
 	exit, err := r.follow(req, cmd.Stdin)
 	cancel()
 	<-watch
-	if ctx.Err() != nil && err != nil {
+	if r.abandoned || (err != nil && ctx.Err() != nil) {
+		// Even if the command's end came back: it may be our kill that ended it.
 		return Exit{}, fmt.Errorf("run command: %w", context.Cause(ctx))
 	}
 	if err != nil {
@@ -121,6 +122,7 @@ type run struct {
 	streamCtx      context.Context // ends with the stream
 	stdout, stderr io.Writer
 	started        chan uint32 // receives the pid once
+	abandoned      bool        // owned by the goroutine that watches ctx until Run has waited for it
 }
 
 // follow starts the command and copies its output until it ended.
@@ -183,6 +185,7 @@ func (r *run) write(data *pb.ProcessEvent_DataEvent) error {
 // abandon ends a command whose caller has left. It kills before it cancels the
 // stream: without the stream the guest would let the command run.
 func (r *run) abandon(cancel context.CancelFunc) {
+	r.abandoned = true
 	r.kill()
 	cancel()
 }

@@ -10,7 +10,9 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strings"
 	"sync"
+	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 
@@ -97,6 +99,11 @@ func OpenHost(o HostOptions) (*Host, error) {
 		return nil, fmt.Errorf("open VMM host: %w", err)
 	}
 	if o.Guard == nil {
+		// A test binary runs all its tests whatever its arguments: as its own guard it
+		// would start hosts with guards that start hosts.
+		if strings.HasSuffix(os.Args[0], ".test") && !guardReady.Load() {
+			return nil, errors.New("open VMM host: TestMain must call vmm.BecomeGuard first")
+		}
 		// Not the path of the executable: it may be replaced while we run.
 		o.Guard = []string{"/proc/self/exe", GuardVerb}
 	}
@@ -128,6 +135,24 @@ func Sweep() error {
 		cmp.Or(os.Getenv("AGENTZIP_STATE_DIR"), DefaultStateDir))
 	return err
 }
+
+// BecomeGuard ends this process as a guard if it was started as one, and returns if
+// not. A program that opens a Host with the default guard calls it first thing in main
+// or TestMain, unless it has a verb that calls GuardMain.
+func BecomeGuard() {
+	guardReady.Store(true)
+	if len(os.Args) != 3 || os.Args[1] != GuardVerb {
+		return
+	}
+	if err := GuardMain(os.Args[2]); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	os.Exit(0)
+}
+
+// guardReady is whether BecomeGuard was called.
+var guardReady atomic.Bool
 
 // GuardMain is the whole of the guard process: `agentzip __guard RUNDIR`. It
 // returns when the run is gone.
@@ -248,6 +273,17 @@ func (h *Host) warn(id string, warnings []string) {
 			h.log.Warn("a VMM is not confined as it should be", "machine", id, "why", w)
 		}
 	}
+}
+
+// QEMUVersion returns what the executable says about itself, for example "7.2.22
+// (Debian 1:7.2+dfsg-7+deb12u18+b3)". Device state loads into the same version only.
+func (h *Host) QEMUVersion(ctx context.Context) (string, error) {
+	out, err := exec.CommandContext(ctx, h.qemu, "--version").Output()
+	if err != nil {
+		return "", fmt.Errorf("ask QEMU for its version: %w", err)
+	}
+	line, _, _ := strings.Cut(string(out), "\n")
+	return strings.TrimPrefix(strings.TrimSpace(line), "QEMU emulator version "), nil
 }
 
 // Warnings lists the confinements that this host could not give its machines.

@@ -171,6 +171,7 @@ func (o *owner) kill(t *testing.T, guardToo bool) {
 }
 
 func TestAKilledDaemonLeavesNothing(t *testing.T) {
+	t.Parallel()
 	o := startOwner(t, "")
 	o.next(t)
 	o.kill(t, false)
@@ -178,6 +179,7 @@ func TestAKilledDaemonLeavesNothing(t *testing.T) {
 }
 
 func TestADaemonKilledWithItsGuardLeavesNoVMMAndTheNextRunSweepsTheRest(t *testing.T) {
+	t.Parallel()
 	for _, shim := range []string{"", buildShim(t)} {
 		o := startOwner(t, shim)
 		o.next(t)
@@ -204,6 +206,7 @@ func TestADaemonKilledWithItsGuardLeavesNoVMMAndTheNextRunSweepsTheRest(t *testi
 }
 
 func TestADaemonKilledAtAnyMomentLeavesNothing(t *testing.T) {
+	t.Parallel()
 	shim := buildShim(t)
 	const seed = 2
 	random := rand.New(rand.NewPCG(seed, seed))

@@ -21,6 +21,7 @@ import (
 )
 
 func TestAGuestsEndIsReportedByItsCause(t *testing.T) {
+	t.Parallel()
 	h := testHost(t, HostOptions{})
 	for _, tc := range []struct {
 		name   string
@@ -57,6 +58,7 @@ func TestAGuestsEndIsReportedByItsCause(t *testing.T) {
 }
 
 func TestACloneGoesOnWhereItsTemplateStopped(t *testing.T) {
+	t.Parallel()
 	h := testHost(t, HostOptions{})
 	template := buildTiny(t, h, 0xffff, tickOn)
 	first, second := startRunning(t, h, template.spec(t, h)), startRunning(t, h, template.spec(t, h))
@@ -84,6 +86,7 @@ func TestACloneGoesOnWhereItsTemplateStopped(t *testing.T) {
 }
 
 func TestARunningCloneCanBeSavedAndForked(t *testing.T) {
+	t.Parallel()
 	h := testHost(t, HostOptions{})
 	template := buildTiny(t, h, 0xffff, tickOn)
 	m := startRunning(t, h, template.spec(t, h))
@@ -114,6 +117,7 @@ func TestARunningCloneCanBeSavedAndForked(t *testing.T) {
 }
 
 func TestAVMMIsConfined(t *testing.T) {
+	t.Parallel()
 	h := testHost(t, HostOptions{})
 	m := bootGuest(t, h, 0xffff, tickOn)
 	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", m.PID()))
@@ -147,6 +151,7 @@ func TestAVMMIsConfined(t *testing.T) {
 }
 
 func TestAVMMInheritsNothingItWasNotGiven(t *testing.T) {
+	t.Parallel()
 	h := testHost(t, HostOptions{})
 	// A descriptor that this process inherited would look like this one.
 	leak, err := unix.Open("/etc/passwd", unix.O_RDONLY, 0)
@@ -172,6 +177,7 @@ func TestAVMMInheritsNothingItWasNotGiven(t *testing.T) {
 }
 
 func TestTheLinkCanBeReconnected(t *testing.T) {
+	t.Parallel()
 	h := testHost(t, HostOptions{})
 	m := bootGuest(t, h, 0xffff, tickOn)
 	first := m.Link()
@@ -198,6 +204,7 @@ func TestTheLinkCanBeReconnected(t *testing.T) {
 }
 
 func TestAFloodOfTheConsoleIsBounded(t *testing.T) {
+	t.Parallel()
 	h := testHost(t, HostOptions{})
 	m := bootGuest(t, h, 1, floodConsole)
 	waitConsole(t, m, strings.Repeat("x", consoleLimit/2))
@@ -211,6 +218,7 @@ func TestAFloodOfTheConsoleIsBounded(t *testing.T) {
 }
 
 func TestAStartThatFailsSaysWhyAndLeavesNothing(t *testing.T) {
+	t.Parallel()
 	script := func(t *testing.T, body string) string {
 		path := filepath.Join(t.TempDir(), "qemu")
 		if err := os.WriteFile(path, []byte("#!/bin/sh\n"+body+"\n"), 0o755); err != nil {
@@ -268,7 +276,11 @@ func TestAStartThatFailsSaysWhyAndLeavesNothing(t *testing.T) {
 			if tc.change != nil {
 				tc.change(t, &s)
 			}
-			ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+			patience := 20 * time.Second
+			if strings.Contains(tc.want, "deadline") {
+				patience = time.Second
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
 			defer cancel()
 			m, err := h.Start(ctx, s)
 			if err == nil {
@@ -303,6 +315,7 @@ func rootImage(t *testing.T, size int64, mode os.FileMode) *os.File {
 }
 
 func TestClosingTheHostEndsEverything(t *testing.T) {
+	t.Parallel()
 	h := testHost(t, HostOptions{})
 	template := buildTiny(t, h, 0xffff, tickOn)
 	running := startRunning(t, h, template.spec(t, h))
@@ -331,6 +344,7 @@ func TestClosingTheHostEndsEverything(t *testing.T) {
 }
 
 func TestAShimShakesHandsBeforeTheVMMRuns(t *testing.T) {
+	t.Parallel()
 	shim := buildShim(t)
 	h := testHost(t, HostOptions{})
 	template := buildTiny(t, h, 0xffff, tickOn)
@@ -356,6 +370,7 @@ func TestAShimShakesHandsBeforeTheVMMRuns(t *testing.T) {
 }
 
 func TestAShimThatIsNoneIsRefused(t *testing.T) {
+	t.Parallel()
 	h := testHost(t, HostOptions{})
 	template := buildTiny(t, h, 0xffff, tickOn)
 	s := template.spec(t, h)

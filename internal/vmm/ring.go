@@ -4,6 +4,7 @@ import (
 	"errors"
 	"io"
 	"sync"
+	"time"
 )
 
 // A ring keeps the last bytes of an endless stream. Safe for concurrent use.
@@ -40,12 +41,20 @@ func (r *ring) bytes() []byte {
 	return append([]byte(nil), r.buf[max(0, len(r.buf)-r.limit):]...)
 }
 
+// drainPause slows down a writer that fills every read: a VMM or guest that floods
+// gets 4 MiB/s of our attention and then waits. Without the pause it would take a
+// core from the fault threads; ten times longer, a panic's stack trace would be late.
+const drainPause = time.Millisecond
+
 // drain feeds the ring from src until its end.
 func (r *ring) drain(src io.Reader) error {
 	buf := make([]byte, 4096)
 	for {
 		n, err := src.Read(buf)
 		_, _ = r.Write(buf[:n])
+		if n == len(buf) {
+			time.Sleep(drainPause)
+		}
 		if errors.Is(err, io.EOF) {
 			return nil
 		}

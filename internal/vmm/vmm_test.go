@@ -10,18 +10,10 @@ import (
 
 // The test binary is also its own guard and a process that owns a host.
 func TestMain(m *testing.M) {
-	var err error
-	switch {
-	case len(os.Args) == 3 && os.Args[1] == GuardVerb:
-		err = GuardMain(os.Args[2])
-	case len(os.Args) == 5 && os.Args[1] == ownVerb:
-		err = own(os.Args[2], os.Args[3], os.Args[4])
-	default:
-		goleak.VerifyTestMain(m)
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
+	BecomeGuard()
+	if len(os.Args) == 5 && os.Args[1] == ownVerb {
+		fmt.Fprintln(os.Stderr, own(os.Args[2], os.Args[3], os.Args[4]))
 		os.Exit(1)
 	}
-	os.Exit(0)
+	goleak.VerifyTestMain(m)
 }

@@ -130,8 +130,40 @@ func realTree(t *testing.T) *Tree {
 	return tree
 }
 
+// unified returns the host's version 2 tree alone, with or without controllers, or
+// nil: killing and removing works in it even where version 1 has the controllers.
+func unified(t *testing.T) *Tree {
+	t.Helper()
+	b, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var lines strings.Builder
+	for line := range strings.Lines(string(b)) {
+		if strings.Contains(line, " - cgroup2 ") {
+			lines.WriteString(line)
+		}
+	}
+	tree, err := detect(strings.NewReader(lines.String()))
+	if err != nil || len(tree.hierarchies) == 0 {
+		return nil
+	}
+	return tree
+}
+
 func TestAGroupIsKilledAndRemovedWithItsChildren(t *testing.T) {
-	tree := realTree(t)
+	t.Run("in the controllers' hierarchies", func(t *testing.T) { killAndRemove(t, realTree(t)) })
+	t.Run("in version 2 alone", func(t *testing.T) {
+		tree := unified(t)
+		if tree == nil || os.Geteuid() != 0 {
+			t.Skip("needs root and a mounted version 2 tree")
+		}
+		killAndRemove(t, tree)
+	})
+}
+
+func killAndRemove(t *testing.T, tree *Tree) {
+	t.Helper()
 	name := fmt.Sprintf("agentzip-test-%d", os.Getpid())
 	parent := tree.Dirs(name)
 	g, warnings := tree.Create(name+"/inner", Limits{Pids: 50})

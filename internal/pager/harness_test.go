@@ -56,7 +56,11 @@ type rig struct {
 func newRig(t testing.TB, frames, n int, tune ...func(*Options)) *rig {
 	t.Helper()
 	r := &rig{t: t, im: guestmemtest.Image(t, frames)}
-	r.vm = guestmemtest.Start(t, r.im, n)
+	var env []string
+	if _, bench := t.(*testing.B); !bench {
+		env = append(env, "FAKEVMM_NICE=15")
+	}
+	r.vm = guestmemtest.Start(t, r.im, n, env...)
 	var err error
 	if r.guest, err = guestmem.Attach(r.vm.Shim, r.vm.PID, r.im); err != nil {
 		t.Fatal(err)

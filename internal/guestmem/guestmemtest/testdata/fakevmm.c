@@ -195,6 +195,8 @@ int main(int argc, char **argv)
 	need(mem != MAP_FAILED, "map guest memory");
 	if (getenv("FAKEVMM_MERGEABLE"))
 		need(madvise((void *)mem, size, MADV_MERGEABLE) == 0, "make guest memory mergeable");
+	const char *n = getenv("FAKEVMM_NICE"); /* a tight loop of ours leaves the cores to the pager */
+	need(nice(n ? atoi(n) : 0) != -1, "become nice");
 	for (int i = 3; i < argc; i++) {
 		pthread_t t;
 		int fd = atoi(argv[i]);

@@ -17,6 +17,7 @@ import (
 	"connectrpc.com/connect"
 	"github.com/google/go-cmp/cmp"
 
+	pb "github.com/agentzip/agentzip/api/gen/process"
 	"github.com/agentzip/agentzip/api/link"
 	"github.com/agentzip/agentzip/internal/guestagent"
 	"github.com/agentzip/agentzip/internal/guestlink"
@@ -242,7 +243,7 @@ func TestANewHostIsServedAfterAnAbruptEnd(t *testing.T) {
 				flooded := make(chan struct{}, 1)
 				go func() {
 					defer close(busy)
-					_, err := c.Run(ctx, sh("timeout 2 yes; true"), signalWriter{flooded}, nil)
+					_, err := c.Run(ctx, sh("exec yes"), signalWriter{flooded}, nil)
 					if !errors.Is(err, guestlink.ErrLinkDown) {
 						t.Errorf("round %d: Run: %v, want ErrLinkDown", round, err)
 					}
@@ -259,8 +260,23 @@ func TestANewHostIsServedAfterAnAbruptEnd(t *testing.T) {
 				<-uploading
 				cancel()
 			}
-			output(t, g.connect(t), "pkill -x yes; true")
+			killAll(t, g.connect(t))
 		})
+	}
+}
+
+// killAll kills the commands that hosts left behind.
+func killAll(t *testing.T, c *guestlink.Client) {
+	t.Helper()
+	list, err := c.Process().List(testContext(t), request(&pb.ListRequest{}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range list.Msg.GetProcesses() {
+		kill := request(&pb.SendSignalRequest{Process: byPID(p.GetPid()), Signal: pb.Signal_SIGNAL_SIGKILL})
+		if _, err := c.Process().SendSignal(testContext(t), kill); err != nil {
+			t.Error(err)
+		}
 	}
 }
 

@@ -26,7 +26,7 @@ func Train(pages []units.Page, size int) ([]byte, error) {
 		return nil, fmt.Errorf("train dictionary: size %d is not in [%d, %d]", size, minDict, maxDictLen)
 	}
 	raw := train(pages, size)
-	if raw == nil {
+	if len(raw) < minDict {
 		return nil, fmt.Errorf("train dictionary on %d pages: %w", len(pages), ErrSamples)
 	}
 	return raw, nil

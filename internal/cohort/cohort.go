@@ -1,61 +1,305 @@
 // Package cohort holds what the siblings of one trust domain share to make
 // their pages small: today, Zstandard dictionaries.
+//
+// A dictionary is in one state, and its holds say which:
+//
+//	(training) --adopted--> current (1 + pages) --replaced--> retired (pages) --last page gone--> gone, memory freed
+//
+// A hold is a page in a pool that names the dictionary (Retain, Release), or
+// being current. An id is used once in the life of a cohort.
+//
+// The samples are in one state as well:
+//
+//	closed --enough pages went by--> open, filling --full, or Train--> training --> closed
+//
+// The reservoir is memory of its own only while open and training: 4 MiB would
+// be more than several compressed sandboxes.
+//
+// Lock order: training, then mu, then nothing. Dictionary, Lookup, Retain and
+// Release take no lock (but for the Release that frees a dictionary, once in its
+// life) and may be called on the fault path.
 package cohort
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+	"sync/atomic"
 
 	"github.com/agentzip/agentzip/internal/codec"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
+// Defaults, measured on pages of Debian guests after git, grep, find and pytest
+// (train on one guest, encode the 4,987 pages of another, bytes a page; without
+// a dictionary 804).
+const (
+	// defaultDictSize: 16 KiB 780, 32 KiB 770, 64 KiB 764, 110 KiB 757. With its
+	// tables a dictionary of 64 KiB takes 230 KiB while it is current: it pays from
+	// some 7,000 pages in the pool on.
+	defaultDictSize = 64 << 10
+
+	// defaultSamples: 1,000 pages 764, 4,000 pages 762. It takes 0.05 s; 4,000
+	// take 0.15 s and four times the memory while they are collected.
+	defaultSamples = 1000
+)
+
 // Options of a Cohort. The zero value is ready for use.
 type Options struct {
 	DictSize int // bytes of a trained dictionary; 0 = 64 KiB
-	Samples  int // pages in the reservoir; 0 = the default
+	Samples  int // pages to train from; 0 = 1,000
+}
+
+// Cohort is safe for concurrent use. Use New.
+type Cohort struct {
+	dictSize int // immutable
+
+	current atomic.Pointer[holding]                   // nil before the first training; written under mu
+	table   atomic.Pointer[map[codec.DictID]*holding] // alive ones; the map is never changed, only replaced, under mu
+
+	samples   reservoir
+	trainings atomic.Int64
+	refusals  atomic.Int64
+
+	training sync.Mutex // held by the one training that runs
+
+	mu     sync.Mutex
+	lastID codec.DictID // guarded by mu
+}
+
+// A holding is a dictionary that is alive.
+type holding struct {
+	dict  *codec.Dictionary
+	holds atomic.Int64 // pages that name it, + 1 while it is current; 0 is for ever
+}
+
+// hold adds a hold unless there is none any more.
+func (h *holding) hold() bool {
+	for n := h.holds.Load(); n > 0; n = h.holds.Load() {
+		if h.holds.CompareAndSwap(n, n+1) {
+			return true
+		}
+	}
+	return false
+}
+
+// New returns a cohort without a dictionary. Close frees its memory.
+func New(o Options) *Cohort {
+	if o.DictSize == 0 {
+		o.DictSize = defaultDictSize
+	}
+	if o.Samples == 0 {
+		o.Samples = defaultSamples
+	}
+	c := &Cohort{dictSize: o.DictSize}
+	c.table.Store(&map[codec.DictID]*holding{})
+	c.samples.init(max(o.Samples, codec.MinSamples*holdOut/(holdOut-1)+1))
+	return c
+}
+
+// Sample offers a private page for training; it copies what it keeps. Most
+// calls are two atomic operations; those that keep a page take about 1 us.
+func (c *Cohort) Sample(p *units.Page) { c.samples.offer(p) }
+
+// Dictionary returns the current one, or nil before the first training. It may
+// be replaced, and closed, at any moment: an Encoder then encodes without it.
+func (c *Cohort) Dictionary() *codec.Dictionary {
+	if h := c.current.Load(); h != nil {
+		return h.dict
+	}
+	return nil
+}
+
+// Lookup returns a live dictionary, or nil. It stays alive as long as a page
+// whose Retain succeeded was not released. Lock-free.
+func (c *Cohort) Lookup(id codec.DictID) *codec.Dictionary {
+	if h := (*c.table.Load())[id]; h != nil {
+		return h.dict
+	}
+	return nil
+}
+
+// Retain notes that one more page names id. false: that dictionary is gone (it
+// was replaced after the caller asked for it) and the page must be encoded
+// again. Retain(0) does nothing and reports true.
+func (c *Cohort) Retain(id codec.DictID) bool {
+	if id == 0 {
+		return true
+	}
+	h := (*c.table.Load())[id]
+	return h != nil && h.hold()
+}
+
+// Release undoes one Retain that succeeded. Release(0) does nothing. More
+// releases than retains are a broken invariant and panic.
+func (c *Cohort) Release(id codec.DictID) {
+	if id == 0 {
+		return
+	}
+	h := (*c.table.Load())[id]
+	if h == nil {
+		panic(fmt.Sprintf("cohort: release of dictionary %d, which no page names", id))
+	}
+	c.unhold(h)
+}
+
+func (c *Cohort) unhold(h *holding) {
+	n := h.holds.Add(-1)
+	if n > 0 {
+		return
+	}
+	if n < 0 {
+		panic(fmt.Sprintf("cohort: dictionary %d released more often than retained", h.dict.ID()))
+	}
+	c.mu.Lock()
+	alive := maps.Clone(*c.table.Load())
+	delete(alive, h.dict.ID())
+	c.table.Store(&alive)
+	c.mu.Unlock()
+	h.dict.Close()
+}
+
+// adopt makes a dictionary of raw and makes it current.
+func (c *Cohort) adopt(raw []byte) error {
+	c.mu.Lock()
+	c.lastID++
+	id := c.lastID
+	c.mu.Unlock()
+	dict, err := codec.NewDictionary(id, raw)
+	if err != nil {
+		return err
+	}
+	h := &holding{dict: dict}
+	h.holds.Store(1)
+	c.mu.Lock()
+	alive := maps.Clone(*c.table.Load())
+	alive[id] = h
+	c.table.Store(&alive)
+	old := c.current.Swap(h)
+	c.mu.Unlock()
+	if old != nil {
+		c.unhold(old)
+	}
+	return nil
 }
 
 // Stats is an account of a cohort.
 type Stats struct {
-	Current      codec.DictID
+	Current      codec.DictID   // 0 before the first training
 	IDs          []codec.DictID // alive, ascending
-	Dictionaries units.Bytes    // native memory of all alive
+	Pages        int64          // that name a dictionary
+	Dictionaries units.Bytes    // native memory of all alive, tables included
 	Reservoir    units.Bytes    // memory of the samples
-	Trainings    int            // finished with a new dictionary
-	Refusals     int            // refused: too few or too alike samples, or no better than the current one
+	Offered      int64          // pages offered by Sample
+	Trainings    int            // that ended with a new dictionary
+	Refusals     int            // that did not: samples too few or too alike, or the current dictionary as good
 }
 
-// Cohort is safe for concurrent use.
-type Cohort struct{}
+// Stats returns the account; each figure is right for some moment of the call.
+func (c *Cohort) Stats() Stats {
+	s := Stats{
+		Reservoir: c.samples.size(),
+		Offered:   c.samples.offered.Load(),
+		Trainings: int(c.trainings.Load()),
+		Refusals:  int(c.refusals.Load()),
+	}
+	current := c.current.Load()
+	if current != nil {
+		s.Current = current.dict.ID()
+	}
+	alive := *c.table.Load()
+	s.IDs = slices.Sorted(maps.Keys(alive))
+	for _, h := range alive {
+		s.Pages += h.holds.Load()
+		if h == current {
+			s.Pages--
+		}
+		s.Dictionaries += h.dict.Size()
+	}
+	return s
+}
 
-// New returns a cohort without a dictionary.
-func New(o Options) *Cohort { return &Cohort{} }
+// Close frees all dictionaries and samples. No other call may run or come
+// after: the pagers of the cohort are closed, Run has returned.
+func (c *Cohort) Close() {
+	c.current.Store(nil)
+	for _, h := range *c.table.Swap(&map[codec.DictID]*holding{}) {
+		h.dict.Close()
+	}
+	c.samples.close()
+}
 
-// Sample offers a private page for training.
-func (c *Cohort) Sample(p *units.Page) {}
+// ErrNoBetter: the new dictionary was not worth its memory; the old one, or
+// none, stays current.
+var ErrNoBetter = errors.New("the new dictionary is no better")
 
-// Dictionary returns the current one, or nil before the first training.
-func (c *Cohort) Dictionary() *codec.Dictionary { return nil }
+// Train trains a dictionary from the samples collected so far and makes it
+// current. On any error (codec.ErrSamples, ErrNoBetter, ctx) the old one stays.
+// It takes 0.1-0.5 s of one core, of which ctx cannot interrupt the part inside
+// the library. Trainings run one at a time.
+func (c *Cohort) Train(ctx context.Context) error {
+	c.training.Lock()
+	defer c.training.Unlock()
+	if err := ctx.Err(); err != nil {
+		return fmt.Errorf("train dictionary: %w", err)
+	}
+	pages, mapping := c.samples.take()
+	err := c.train(ctx, pages)
+	c.samples.giveBack(mapping, errors.Is(err, codec.ErrSamples))
+	if err != nil {
+		c.refusals.Add(1)
+		return fmt.Errorf("train dictionary: %w", err)
+	}
+	c.trainings.Add(1)
+	return nil
+}
 
-// Lookup returns a live dictionary, or nil. Lock-free.
-func (c *Cohort) Lookup(id codec.DictID) *codec.Dictionary { return nil }
+// Rules of a training.
+const (
+	// holdOut: one sample in so many is not trained on but judges the result.
+	holdOut = 8
 
-// Retain notes that one more page names id. false: that dictionary is already
-// gone (it was replaced after the caller asked for it); the page must not be kept.
-// Retain(0) is a no-op that reports true.
-func (c *Cohort) Retain(id codec.DictID) bool { return true }
+	// A dictionary must make the held-out pages smaller by keepGain of what the
+	// current one (or none) makes of them. Below, its 230 KiB and the old one's,
+	// which stays while pages name it, cost more than it saves.
+	keepGain = 0.02
+)
 
-// Release undoes one Retain. Release(0) is a no-op.
-func (c *Cohort) Release(id codec.DictID) {}
+func (c *Cohort) train(ctx context.Context, pages []units.Page) error {
+	judges := len(pages) / holdOut // the first ones: the reservoir has no order
+	raw, err := codec.Train(pages[judges:], c.dictSize)
+	if err != nil {
+		return err
+	}
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	trial, err := codec.NewDictionary(1, raw)
+	if err != nil {
+		return err
+	}
+	defer trial.Close()
+	was, is := encodedSize(pages[:judges], c.Dictionary()), encodedSize(pages[:judges], trial)
+	if float64(is) > float64(was)*(1-keepGain) {
+		return fmt.Errorf("%d pages are %d bytes, were %d: %w", judges, is, was, ErrNoBetter)
+	}
+	return c.adopt(raw)
+}
 
-// Train trains a dictionary from the samples and makes it current.
-func (c *Cohort) Train(ctx context.Context) error { return nil }
-
-// Run trains whenever the rule of this package says so, until ctx ends.
-func (c *Cohort) Run(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }
-
-// Stats returns an account.
-func (c *Cohort) Stats() Stats { return Stats{} }
-
-// Close frees all dictionaries and samples.
-func (c *Cohort) Close() {}
+// encodedSize returns what pages take in the pool with dict.
+func encodedSize(pages []units.Page, dict *codec.Dictionary) int {
+	e := codec.NewEncoder(codec.Options{})
+	defer e.Close()
+	sum := 0
+	for i := range pages {
+		if enc, ok := e.Encode(&pages[i], nil, dict); ok {
+			sum += len(enc.Data)
+		} else {
+			sum += units.PageSize
+		}
+	}
+	return sum
+}

@@ -1,0 +1,36 @@
+package cohort
+
+import (
+	"context"
+	"runtime"
+	"sync"
+
+	"github.com/agentzip/agentzip/internal/hostmem"
+)
+
+// trainingNice is the niceness of the training thread. Twice that would starve it
+// on a busy host; at 0 it would take a core from guests and fault threads.
+const trainingNice = 10
+
+// Run trains whenever the reservoir is full, until ctx ends; then it waits for
+// the training in hand (below a second) and returns nil. What a training says
+// is in Stats: not to find a better dictionary is no failure of Run.
+func (c *Cohort) Run(ctx context.Context) error {
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-c.samples.full:
+		}
+		var training sync.WaitGroup
+		training.Go(func() {
+			// Never unlocked: the thread ends with this goroutine, and its
+			// niceness with it.
+			runtime.LockOSThread()
+			// A thread that could not be made nicer still has to train.
+			_ = hostmem.SetNice(0, trainingNice)
+			_ = c.Train(ctx) // counted in Stats; the old dictionary stays
+		})
+		training.Wait()
+	}
+}

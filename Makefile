@@ -19,7 +19,7 @@ ARGS ?=
 help: ## say what there is to do
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: setup ## set everything up and run the main job; ARGS="--think 0.5" passes flags
+demo: setup ## set everything up and run the main job; ARGS="--gap-scale 0.5" passes flags
 	@bin/agentzip demo $(ARGS)
 
 setup: ## packages, binaries and the template (root)

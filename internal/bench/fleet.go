@@ -36,16 +36,20 @@ type FleetFactory func(ctx context.Context, mode Mode) (Fleet, error)
 type Fleet interface {
 	// Start clones one sandbox and returns when it accepts commands.
 	Start(ctx context.Context, name string) (Box, error)
-	// Usage returns what the fleet's sandboxes cost right now, exactly.
+	// Usage returns what the fleet's sandboxes cost right now, exactly. A Box
+	// that was closed costs nothing and is not in it; that it was closed is no
+	// error, not even while Usage runs.
 	Usage() (FleetUsage, error)
-	// Counters returns what happened since the fleet was made.
+	// Counters returns what happened since the fleet was made, also to
+	// sandboxes that are closed by now.
 	Counters() Counters
 	// Close kills every sandbox and returns when nothing of them is left.
 	Close() error
 }
 
 // A Box is one running sandbox. Run is called by one goroutine at a time; the
-// other methods from any.
+// other methods from any. Measure closes a Box when its trajectory is over,
+// before the fleet.
 type Box interface {
 	// Run runs one tool call. The error says that the sandbox or its link
 	// failed; a command that fails is a CallResult.

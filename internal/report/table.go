@@ -32,7 +32,7 @@ func (r *Report) WriteText(w io.Writer) error {
 func (r *Report) head(b *bytes.Buffer) {
 	m, p := r.Machine, r.Plan
 	fmt.Fprintf(b, "machine    %s, %d cores, %.0f GB, %s, kernel %s, QEMU %s (%s)\n", m.CPU, m.Cores, float64(m.MemoryMB)/1024, m.OS, m.Kernel, m.QEMU, m.Accel)
-	fmt.Fprintf(b, "template   %s, guests of %d MiB, %.19s\n", r.Template.Name, r.Template.MemoryMB, r.Template.Digest)
+	fmt.Fprintf(b, "template   %s, guests of %d MiB, digest %.12s\n", r.Template.Name, r.Template.MemoryMB, r.Template.Digest)
 	fmt.Fprintf(b, "replayed   %d trajectories (%s), %d calls, gaps x %g, seed %d, order %s x %d, %.0f s in all\n",
 		len(p.Trajectories), p.Source, r.Summary.Calls, p.GapScale, p.Seed, p.Order, p.Repeat, r.WallS)
 	if p.ThinkSource != "" {

@@ -41,8 +41,8 @@ func (b *build) boot(ctx context.Context) error {
 	if err := b.runGuest(ctx, im); err != nil {
 		return err
 	}
-	stop := b.report.Heartbeat(ctx, "boot", "writing memory")
-	defer stop()
+	pulse := b.report.Heartbeat(ctx, "boot", "writing memory")
+	defer pulse.Stop()
 	if err := im.PunchZeroPages(); err != nil {
 		return fmt.Errorf("save memory: %w", err)
 	}
@@ -66,8 +66,6 @@ func (b *build) runGuest(ctx context.Context, im *guestmem.Image) error {
 	// A guest that dies ends whatever waits for it, with its last words as the cause.
 	alive, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	stop := context.AfterFunc(ctx, func() { cancel(ctx.Err()) })
-	defer stop()
 	go func() {
 		select {
 		case <-m.Done():
@@ -80,7 +78,7 @@ func (b *build) runGuest(ctx context.Context, im *guestmem.Image) error {
 	}
 	if err := b.useGuest(alive, m); err != nil {
 		if cause := context.Cause(alive); cause != nil {
-			return errors.Join(cause, err)
+			return cause
 		}
 		return err
 	}
@@ -136,8 +134,7 @@ func (b *build) useGuest(ctx context.Context, m vmm.Machine) error {
 	b.manifest.Agent.Version = health.AgentVersion
 	b.report.Say("boot", "guest is up after %.1f s", time.Since(begin).Seconds())
 	for i, cmd := range b.spec.WarmUp {
-		b.report.Emit(Event{Step: "boot", Done: int64(i), Total: int64(len(b.spec.WarmUp)), Message: "warming up: " + firstLine(cmd)})
-		if err := b.warmUp(ctx, link, cmd); err != nil {
+		if err := b.warmUp(ctx, link, i, cmd); err != nil {
 			return err
 		}
 	}
@@ -152,8 +149,8 @@ func (b *build) useGuest(ctx context.Context, m vmm.Machine) error {
 }
 
 func (b *build) awaitAgent(ctx context.Context, link *guestlink.Client, m vmm.Machine) (guestlink.Health, error) {
-	stop := b.report.Heartbeat(ctx, "boot", "waiting for the guest")
-	defer stop()
+	pulse := b.report.Heartbeat(ctx, "boot", "waiting for the guest")
+	defer pulse.Stop()
 	limit := time.Now().Add(bootLimit)
 	for {
 		try, cancel := context.WithTimeout(ctx, helloLimit)
@@ -171,10 +168,11 @@ func (b *build) awaitAgent(ctx context.Context, link *guestlink.Client, m vmm.Ma
 	}
 }
 
-// warmUp runs one command as the user and fails with the end of its output.
-func (b *build) warmUp(ctx context.Context, link *guestlink.Client, cmd string) error {
-	stop := b.report.Heartbeat(ctx, "boot", "warming up: "+firstLine(cmd))
-	defer stop()
+// warmUp runs command number i as the user and fails with the end of its output.
+func (b *build) warmUp(ctx context.Context, link *guestlink.Client, i int, cmd string) error {
+	pulse := b.report.Heartbeat(ctx, "boot", "")
+	defer pulse.Stop()
+	pulse.Set(int64(i), int64(len(b.spec.WarmUp)), "warming up: %s", firstLine(cmd))
 	var out tailBuffer
 	exit, err := link.Run(ctx, guestlink.Command{
 		Shell: cmd, Cwd: b.spec.WorkDir, User: rootfs.UserName, Timeout: warmUpLimit,

@@ -334,8 +334,8 @@ func (b *build) makeDisks(ctx context.Context) error {
 
 // seal computes the digests.
 func (b *build) seal(ctx context.Context) error {
-	stop := b.report.Heartbeat(ctx, "digests", "hashing files")
-	defer stop()
+	pulse := b.report.Heartbeat(ctx, "digests", "hashing files")
+	defer pulse.Stop()
 	for _, f := range contentFiles {
 		sums, err := digestFile(ctx, b.outFile(f))
 		if err != nil {

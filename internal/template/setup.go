@@ -126,13 +126,13 @@ func installPackages(ctx context.Context, report Progress) error {
 	if !tool.Have("apt-get") {
 		return fmt.Errorf("missing %s, and this is no Debian system: install them with its package manager", names)
 	}
-	report.Say("packages", "installing %s", names)
-	stop := report.Heartbeat(ctx, "packages", "installing "+names)
-	defer stop()
+	pulse := report.Heartbeat(ctx, "packages", "")
+	defer pulse.Stop()
+	pulse.Set(0, 0, "installing %s", names)
 	install := append([]string{"install", "-q", "-y", "--no-install-recommends", "-o", "Dpkg::Lock::Timeout=300"}, missing...)
 	log := tool.Command{Name: "apt-get", Args: install, OnLine: func(l string) {
 		if strings.HasPrefix(l, "Setting up ") {
-			report.Say("packages", "%s", l)
+			pulse.Set(0, 0, "%s", strings.ToLower(l[:1])+l[1:])
 		}
 	}}
 	if err := tool.Run(ctx, log); err == nil {

@@ -181,8 +181,8 @@ func fetch(ctx context.Context, pkg, version, dir, scratch string, report step.F
 			return nil, fmt.Errorf("make folder: %w", err)
 		}
 	}
-	stop := report.Heartbeat(ctx, "kernel", "downloading "+pkg)
-	defer stop()
+	pulse := report.Heartbeat(ctx, "kernel", "downloading "+pkg)
+	defer pulse.Stop()
 	if err := download(ctx, pkg+"="+version, down); err != nil {
 		return nil, err
 	}

@@ -105,8 +105,8 @@ func (d Debian) unpackCached(ctx context.Context, tree *Tree, archive string, re
 		return fmt.Errorf("open cached packages: %w", err)
 	}
 	defer func() { _ = f.Close() }()
-	stop := report.Heartbeat(ctx, "root image", "unpacking packages")
-	defer stop()
+	pulse := report.Heartbeat(ctx, "root image", "unpacking packages")
+	defer pulse.Stop()
 	sum := sha256.New()
 	u := newUnpacker(tree, DefaultLimits, false)
 	if err := u.apply(ctx, io.TeeReader(bufio.NewReaderSize(f, 1<<20), sum)); err != nil {
@@ -125,13 +125,13 @@ func (d Debian) bootstrap(ctx context.Context, archive, scratch string, report s
 	if err != nil {
 		return err
 	}
-	log := &bootstrapLog{report: report}
-	stop := report.Heartbeat(ctx, "root image", "mmdebstrap is running")
+	pulse := report.Heartbeat(ctx, "root image", "installing packages")
+	log := &bootstrapLog{pulse: pulse}
 	err = tool.Run(ctx, tool.Command{
 		Name: "mmdebstrap", Args: args, OnLine: log.line, OwnMounts: true,
 		Env: []string{"TMPDIR=" + scratch},
 	})
-	stop()
+	pulse.Stop()
 	if err != nil {
 		return log.explain(err)
 	}
@@ -226,12 +226,10 @@ func hostAptOptions(ctx context.Context) []string {
 
 // bootstrapLog turns mmdebstrap's lines into progress and keeps the line that explains a failure.
 type bootstrapLog struct {
-	report  step.Func
-	cause   string
-	stage   string
-	unpack  int
-	setUp   int
-	fetched int
+	pulse *step.Pulse
+	cause string
+
+	fetched, unpacked, setUp int64
 }
 
 func (b *bootstrapLog) line(l string) {
@@ -242,21 +240,24 @@ func (b *bootstrapLog) line(l string) {
 			b.cause = l
 		}
 	case strings.HasPrefix(l, "I: "):
-		b.stage = strings.TrimSuffix(strings.TrimPrefix(l, "I: "), "...")
-		b.report.Say("root image", "%s", b.stage)
+		stage := strings.TrimSuffix(strings.TrimPrefix(l, "I: "), "...")
+		if strings.HasPrefix(stage, "running --customize-hook") {
+			stage = "running set-up scripts"
+		}
+		b.pulse.Set(0, 0, "%s", stage)
 	case strings.HasPrefix(l, "Get:"):
 		b.count(&b.fetched, "fetching packages")
 	case strings.HasPrefix(l, "Unpacking "):
-		b.count(&b.unpack, "unpacking packages")
+		b.count(&b.unpacked, "unpacking packages")
 	case strings.HasPrefix(l, "Setting up "):
 		b.count(&b.setUp, "setting up packages")
 	}
 }
 
-func (b *bootstrapLog) count(n *int, what string) {
+func (b *bootstrapLog) count(n *int64, what string) {
 	*n++
 	if *n%10 == 0 {
-		b.report.Emit(step.Event{Step: "root image", Done: int64(*n), Message: what})
+		b.pulse.Set(*n, 0, "%s", what)
 	}
 }
 

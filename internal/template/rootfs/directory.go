@@ -90,8 +90,8 @@ func (d Directory) Unpack(ctx context.Context, tree *Tree, limits Limits, report
 	if err == nil && inside != ".." && !strings.HasPrefix(inside, "../") {
 		return fmt.Errorf("source folder %s holds the build's own folder %s: choose a folder outside the state directory", src, tree.Dir())
 	}
-	stop := report.Heartbeat(ctx, "root image", "copying "+d.Path)
-	defer stop()
+	pulse := report.Heartbeat(ctx, "root image", "copying "+d.Path)
+	defer pulse.Stop()
 	r, w := io.Pipe()
 	failed := make(chan error, 1)
 	go func() {

@@ -47,8 +47,8 @@ func WriteExt4(ctx context.Context, t *Tree, out string, report step.Func) (unit
 	if err != nil {
 		return 0, err
 	}
-	stop := report.Heartbeat(ctx, "root image", "writing the ext4 image")
-	defer stop()
+	pulse := report.Heartbeat(ctx, "root image", "writing the ext4 image")
+	defer pulse.Stop()
 	// The estimate leaves out extent blocks of fragmented files and directory
 	// indexes; a second try with more slack is cheaper than estimating those.
 	for slack := int64(2); ; slack *= 5 {

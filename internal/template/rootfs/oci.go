@@ -233,10 +233,10 @@ func (im *Image) Unpack(ctx context.Context, tree *Tree, cache string, limits Li
 	}
 	u := newUnpacker(tree, limits, true)
 	for i, l := range layers {
-		report.Emit(step.Event{Step: "root image", Done: int64(i), Total: int64(len(layers)), Message: "unpacking layers of " + im.ref})
-		stop := report.Heartbeat(ctx, "root image", fmt.Sprintf("layer %d of %d of %s", i+1, len(layers), im.ref))
+		pulse := report.Heartbeat(ctx, "root image", "")
+		pulse.Set(int64(i), int64(len(layers)), "unpacking layers of %s", im.ref)
 		err := im.layer(ctx, u, l, im.diffIDs[i], cache)
-		stop()
+		pulse.Stop()
 		if err != nil {
 			return fmt.Errorf("layer %d of image %s: %w", i+1, im.ref, err)
 		}

@@ -51,30 +51,64 @@ func (f Func) Done(step, format string, args ...any) {
 // beat is how long a step may be silent. Doubled, a person wonders whether it hangs.
 const beat = 2 * time.Second
 
-// Heartbeat repeats a message with the time that has passed, every two seconds,
-// until the returned function is called or ctx ends. The function waits for the
-// last event: none comes after it.
-func (f Func) Heartbeat(ctx context.Context, step, message string) (stop func()) {
-	if f == nil {
-		return func() {}
-	}
+// A Pulse keeps a step from being silent: it repeats the step's latest event, with
+// the seconds that have passed, whenever two seconds went by without one.
+type Pulse struct {
+	f      Func
+	begin  time.Time
+	cancel context.CancelFunc
+	done   sync.WaitGroup
+
+	mu   sync.Mutex
+	last Event     // guarded by mu
+	sent time.Time // guarded by mu
+}
+
+// Heartbeat starts a Pulse with a message, which is not emitted at once. It beats until
+// Stop or the end of ctx.
+func (f Func) Heartbeat(ctx context.Context, step, message string) *Pulse {
 	ctx, cancel := context.WithCancel(ctx)
-	var wg sync.WaitGroup
-	begin := time.Now()
-	wg.Go(func() {
-		t := time.NewTicker(beat)
-		defer t.Stop()
-		for {
-			select {
-			case <-ctx.Done():
-				return
-			case <-t.C:
-				f.Say(step, "%s (%d s)", message, int(time.Since(begin).Seconds()))
+	p := &Pulse{f: f, begin: time.Now(), cancel: cancel, last: Event{Step: step, Message: message}, sent: time.Now()}
+	if f != nil {
+		p.done.Go(func() { p.run(ctx) })
+	}
+	return p
+}
+
+func (p *Pulse) run(ctx context.Context) {
+	t := time.NewTicker(beat / 4)
+	defer t.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case now := <-t.C:
+			p.mu.Lock()
+			e, silent := p.last, now.Sub(p.sent) >= beat-beat/8
+			if silent {
+				p.sent = now
+			}
+			p.mu.Unlock()
+			if silent {
+				e.Message = fmt.Sprintf("%s (%d s)", e.Message, int(now.Sub(p.begin).Seconds()))
+				p.f.Emit(e)
 			}
 		}
-	})
-	return func() {
-		cancel()
-		wg.Wait()
 	}
+}
+
+// Set emits an event of the step; it is the one that is repeated from now on.
+func (p *Pulse) Set(done, total int64, format string, args ...any) {
+	p.mu.Lock()
+	p.last.Done, p.last.Total, p.last.Message = done, total, fmt.Sprintf(format, args...)
+	p.sent = time.Now()
+	e := p.last
+	p.mu.Unlock()
+	p.f.Emit(e)
+}
+
+// Stop ends the beats and waits for the last one: no event of the Pulse comes after it.
+func (p *Pulse) Stop() {
+	p.cancel()
+	p.done.Wait()
 }

@@ -134,7 +134,7 @@ func Output(ctx context.Context, c Command) (string, error) {
 	var out capped
 	c.Stdout = &out
 	err := Run(ctx, c)
-	return out.String(), err
+	return out.buf.String(), err
 }
 
 // proxyEnv passes on the proxy settings a locked-down network needs.
@@ -148,13 +148,15 @@ func proxyEnv() []string {
 	return env
 }
 
-type capped struct{ bytes.Buffer }
+// capped is a buffer with a limit. The buffer is no embedded field: its ReadFrom would
+// go round the limit.
+type capped struct{ buf bytes.Buffer }
 
 func (c *capped) Write(p []byte) (int, error) {
-	if c.Len()+len(p) > 16<<20 {
+	if c.buf.Len()+len(p) > 16<<20 {
 		return 0, errors.New("output is over 16 MiB")
 	}
-	return c.Buffer.Write(p)
+	return c.buf.Write(p)
 }
 
 // tailWriter keeps the last tailSize bytes and cuts the stream into lines. os/exec

@@ -26,39 +26,36 @@ func (p *Pager) Restore(ctx context.Context, frames []units.Frame) (int, error) 
 		return 0, nil
 	}
 	total := 0
-	w, err := p.workers.take(ctx, p.workers.restoring)
-	if err != nil {
-		return 0, err
-	}
-	defer func() { p.workers.restoring <- w }()
-	for len(frames) > 0 {
-		if err := ctx.Err(); err != nil {
-			return total, err
-		}
+	err := p.workers.restore(ctx, func(w *worker) error {
 		b := &w.batch
-		b.begin()
-		b.n = copy(b.frames[:], frames)
-		frames = frames[b.n:]
-		slices.Sort(b.frames[:b.n])
-		n, err := p.restoreBatch(w)
-		total += n
-		if errors.Is(err, ErrFatal) || errors.Is(err, ErrGone) {
-			return total, err
+		for rest := frames; len(rest) > 0 && ctx.Err() == nil; {
+			b.begin()
+			b.n = copy(b.frames[:], rest)
+			rest = rest[b.n:]
+			slices.Sort(b.frames[:b.n])
+			n, err := p.restoreBatch(w)
+			total += n
+			if err != nil {
+				return err
+			}
 		}
-		if err != nil {
-			return total, fmt.Errorf("restore pages of sandbox %s: %w", p.name, err)
-		}
+		return ctx.Err()
+	})
+	if err != nil && !errors.Is(err, ErrFatal) && ctx.Err() == nil {
+		err = fmt.Errorf("restore pages of sandbox %s: %w", p.name, err)
 	}
-	return total, nil
+	return total, err
 }
 
 // restoreBatch brings back the frames of the batch.
 func (p *Pager) restoreBatch(w *worker) (int, error) {
 	b := &w.batch
 	start := time.Now()
-	p.mu.Lock()
-	mapped, err := p.collect(w)
-	p.mu.Unlock()
+	mapped, installed := 0, 0
+	err := w.locked(p, func() (err error) {
+		mapped, err = p.collect(w)
+		return err
+	})
 	if err != nil {
 		return mapped, err
 	}
@@ -78,9 +75,10 @@ func (p *Pager) restoreBatch(w *worker) (int, error) {
 			return mapped, p.Err()
 		}
 	}
-	p.mu.Lock()
-	installed, err := p.installBatch(w)
-	p.mu.Unlock()
+	err = w.locked(p, func() (err error) {
+		installed, err = p.installBatch(w)
+		return err
+	})
 	if installed > 0 {
 		p.stats.prefetch.recordN(time.Since(start), installed)
 	}

@@ -59,8 +59,9 @@ type worker struct {
 	batch   batch
 
 	runs  [BatchPages]guestmem.Run
-	nice  int  // of the current thread
-	tuned bool // the current thread may change its niceness
+	rest  int  // niceness of the current thread outside locks
+	nice  int  // its niceness now
+	tuned bool // it may change its niceness
 }
 
 // take waits for a place.
@@ -137,11 +138,10 @@ func (ws *Workers) encode(ctx context.Context, fn func(w *worker) error) error {
 				done <- fmt.Errorf("%w: %v\n%s", errPanic, r, debug.Stack())
 			}
 		}()
-		w.nice = 0
 		// Without CAP_SYS_NICE a thread that became nice could not come back for the
-		// time it holds a lock: then it stays as it is.
-		w.tuned = hostmem.SetNice(0, niceLocked) == nil
-		w.nice = niceLocked
+		// time it holds a lock: so the first step is up, and without it there is none.
+		w.rest, w.nice, w.tuned = niceEncode, 0, true
+		w.setNice(niceLocked)
 		w.setNice(niceEncode)
 		done <- fn(w)
 	}()
@@ -151,17 +151,34 @@ func (ws *Workers) encode(ctx context.Context, fn func(w *worker) error) error {
 // errPanic: a pass ran into a bug of ours. The states of its batch are unknown.
 var errPanic = errors.New("panic in a pass")
 
-func (w *worker) setNice(n int) {
-	if w.tuned && w.nice != n {
-		_ = hostmem.SetNice(0, n) // worked a moment ago; a failure costs time only
-		w.nice = n
+// restore runs fn at a place for restoring, on the caller's goroutine.
+func (ws *Workers) restore(ctx context.Context, fn func(w *worker) error) error {
+	w, err := ws.take(ctx, ws.restoring)
+	if err != nil {
+		return err
 	}
+	defer func() { ws.restoring <- w }()
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	w.rest, w.nice, w.tuned = 0, 0, true
+	return fn(w)
+}
+
+func (w *worker) setNice(n int) {
+	if !w.tuned || w.nice == n {
+		return
+	}
+	if hostmem.SetNice(0, n) != nil {
+		w.tuned = false // costs time only
+		return
+	}
+	w.nice = n
 }
 
 // locked runs fn with p.mu held, at a priority at which the holder is not kept from a core.
 func (w *worker) locked(p *Pager, fn func() error) error {
 	w.setNice(niceLocked)
-	defer w.setNice(niceEncode)
+	defer w.setNice(w.rest)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return fn()

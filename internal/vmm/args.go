@@ -16,6 +16,10 @@ const LinkPort = "agentzip.link"
 // refuses a persistent memory region that ends within a 2 MiB section.
 const rootAlign = 2 * units.MiB
 
+// deviceMemory is the guest's physical address of the root image: `-M pc` puts device
+// memory at 4 GiB if no RAM is above, which Hardware.fill sees to.
+const deviceMemory = "4G"
+
 // tbSize is the size of TCG's translation buffer, in MiB. It is the largest part
 // of a TCG VMM's own memory; the default would be a quarter of a gigabyte.
 const tbSize = 32
@@ -119,7 +123,13 @@ func (l layout) args() []string {
 	}
 	// A clone's kernel is in its memory; QEMU would only keep a copy on its heap.
 	if l.mode == Boot && l.kernel {
-		a = append(a, "-kernel", procFD(fdKernel), "-append", l.cmdline)
+		cmdline := l.cmdline
+		if l.root > 0 && l.hw.RootDevice == NVDIMM {
+			// Described as an NVDIMM (module nfit) the image has no struct pages and
+			// Linux refuses DAX; as memory of the e820 map it has them.
+			cmdline += fmt.Sprintf(" memmap=%s!%s", mib(l.root), deviceMemory)
+		}
+		a = append(a, "-kernel", procFD(fdKernel), "-append", cmdline)
 		if l.initrd {
 			a = append(a, "-initrd", procFD(fdInitrd))
 		}

@@ -67,8 +67,9 @@ const (
 	// save its state: a flush of a clone is never answered, so the guest's own reboot
 	// and power-off, which flush all persistent memory, hang for ever.
 	VirtioPMEM RootDevice = "virtio-pmem"
-	// NVDIMM needs the guest module nfit. It has no queue and no state to lose: reboot
-	// and power-off of a clone work, and its VMM uses 0.5 MiB less.
+	// NVDIMM needs the guest module nd_e820 (and must not load nfit): Start adds a
+	// memmap= parameter to the kernel's command line. It has no queue and no state to
+	// lose: reboot and power-off of a clone work, and its VMM uses 0.5 MiB less.
 	NVDIMM RootDevice = "nvdimm"
 )
 

@@ -37,8 +37,10 @@ func demoFlagsOf(t *testing.T, args ...string) (f demoFlags, err error) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return demoFlags{sandboxes: n, gapScale: scale, repeat: repeat, maxGap: gap, maxCalls: calls, order: get("order"),
-		native: get("native"), trajectories: get("trajectories"), group: get("group"), match: get("match"), seed: 1}, nil
+	return demoFlags{
+		sandboxes: n, gapScale: scale, repeat: repeat, maxGap: gap, maxCalls: calls, order: get("order"),
+		native: get("native"), trajectories: get("trajectories"), group: get("group"), match: get("match"), seed: 1,
+	}, nil
 }
 
 func TestDemoFlagsThatMakeNoSenseAreRefusedBeforeAnythingStarts(t *testing.T) {

@@ -122,18 +122,36 @@ func TestAnyDifferenceFailsTheMeasurement(t *testing.T) {
 		want report.Difference
 		diff string // in Difference.Diff
 	}{
-		{"one byte of stdout", spoil("s2", 2, func(r *CallResult) { r.Stdout[3] = 'C' }),
-			report.Difference{Run: 2, Sandbox: "s2", Call: 2, Command: "command 2", Field: "stdout"}, "- s2 call 2\n"},
-		{"a line on stderr", spoil("s1", 1, func(r *CallResult) { r.Stderr = []byte("warning\n") }),
-			report.Difference{Run: 2, Sandbox: "s1", Call: 1, Command: "command 1", Field: "stderr"}, "+ warning"},
-		{"the exit code", spoil("s1", 3, func(r *CallResult) { r.Exit = 1 }),
-			report.Difference{Run: 2, Sandbox: "s1", Call: 3, Command: "command 3", Field: "exit"}, "exit 0 without compression, 1 with"},
-		{"a signal", spoil("s1", 3, func(r *CallResult) { r.Signal = "SIGSEGV" }),
-			report.Difference{Run: 2, Sandbox: "s1", Call: 3, Command: "command 3", Field: "signal"}, "SIGSEGV"},
-		{"a timeout with compression only", spoil("s1", 3, func(r *CallResult) { r.TimedOut = true }),
-			report.Difference{Run: 2, Sandbox: "s1", Call: 3, Command: "command 3", Field: "timeout"}, "with compression only"},
-		{"the final state of the work tree", spoil("s2", 0, func(r *CallResult) { r.Stdout = []byte("other\n") }),
-			report.Difference{Run: 2, Sandbox: "s2", Command: finalCommand, Field: "stdout"}, "+ other"},
+		{
+			"one byte of stdout", spoil("s2", 2, func(r *CallResult) { r.Stdout[3] = 'C' }),
+			report.Difference{Run: 2, Sandbox: "s2", Call: 2, Command: "command 2", Field: "stdout"},
+			"- s2 call 2\n",
+		},
+		{
+			"a line on stderr", spoil("s1", 1, func(r *CallResult) { r.Stderr = []byte("warning\n") }),
+			report.Difference{Run: 2, Sandbox: "s1", Call: 1, Command: "command 1", Field: "stderr"},
+			"+ warning",
+		},
+		{
+			"the exit code", spoil("s1", 3, func(r *CallResult) { r.Exit = 1 }),
+			report.Difference{Run: 2, Sandbox: "s1", Call: 3, Command: "command 3", Field: "exit"},
+			"exit 0 without compression, 1 with",
+		},
+		{
+			"a signal", spoil("s1", 3, func(r *CallResult) { r.Signal = "SIGSEGV" }),
+			report.Difference{Run: 2, Sandbox: "s1", Call: 3, Command: "command 3", Field: "signal"},
+			"SIGSEGV",
+		},
+		{
+			"a timeout with compression only", spoil("s1", 3, func(r *CallResult) { r.TimedOut = true }),
+			report.Difference{Run: 2, Sandbox: "s1", Call: 3, Command: "command 3", Field: "timeout"},
+			"with compression only",
+		},
+		{
+			"the final state of the work tree", spoil("s2", 0, func(r *CallResult) { r.Stdout = []byte("other\n") }),
+			report.Difference{Run: 2, Sandbox: "s2", Command: finalCommand, Field: "stdout"},
+			"+ other",
+		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			rep, _, err := measure(t, nil, c.a)

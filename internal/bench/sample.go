@@ -124,8 +124,10 @@ func (r *run) window() (from, to time.Duration, ok bool) {
 // record is the sample as the report keeps it.
 func (s *sample) record() report.Sample {
 	u := s.fleet
-	out := report.Sample{S: s.at.Seconds(), Resident: int64(u.ResidentPrivate), Pool: int64(u.PoolFootprint), PageTables: int64(u.PageTables),
-		Dictionaries: int64(u.Dictionaries), Index: int64(u.Index), VMMHeap: int64(u.VMMHeap), Pooled: u.Pooled}
+	out := report.Sample{
+		S: s.at.Seconds(), Resident: int64(u.ResidentPrivate), Pool: int64(u.PoolFootprint), PageTables: int64(u.PageTables),
+		Dictionaries: int64(u.Dictionaries), Index: int64(u.Index), VMMHeap: int64(u.VMMHeap), Pooled: u.Pooled,
+	}
 	for i := range s.boxes {
 		v, ok := s.private(i)
 		if !ok {

@@ -46,8 +46,10 @@ func firstOf(runs []*run, mode Mode) *run {
 func planOf(cfg *Config) report.Plan {
 	p := report.Plan{GapScale: cfg.GapScale, MaxGapS: cfg.MaxGap.Seconds(), Repeat: cfg.Repeat, Order: cfg.First.String() + "," + other(cfg.First).String()}
 	for _, sb := range cfg.Sandboxes {
-		t := report.Trajectory{Sandbox: sb.Name, ID: sb.Trajectory.ID, Task: sb.Trajectory.Task,
-			Dropped: sb.Trajectory.Tally.Unmappable, StandIns: sb.Trajectory.Tally.StandIns, Drawn: sb.Trajectory.Tally.Drawn}
+		t := report.Trajectory{
+			Sandbox: sb.Name, ID: sb.Trajectory.ID, Task: sb.Trajectory.Task,
+			Dropped: sb.Trajectory.Tally.Unmappable, StandIns: sb.Trajectory.Tally.StandIns, Drawn: sb.Trajectory.Tally.Drawn,
+		}
 		for _, s := range sb.Trajectory.Steps {
 			t.Commands = append(t.Commands, s.Shell)
 			t.GapsS = append(t.GapsS, cfg.gap(s).Seconds())
@@ -256,9 +258,11 @@ func recordRun(r *run, native NativeResult) report.Run {
 	ms := func(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 	for i, l := range r.lanes {
 		for n, c := range l.calls {
-			out.Calls = append(out.Calls, report.Call{Sandbox: l.plan.Name, N: n + 1, StartS: c.start.Seconds(), MS: ms(c.res.Duration), StallMS: ms(c.res.Stall),
+			out.Calls = append(out.Calls, report.Call{
+				Sandbox: l.plan.Name, N: n + 1, StartS: c.start.Seconds(), MS: ms(c.res.Duration), StallMS: ms(c.res.Stall),
 				NativeMS: ms(nativeOf(native, i, n)), Faults: c.res.Faults, Exit: c.res.Exit, Signal: c.res.Signal, TimedOut: c.res.TimedOut,
-				OutBytes: len(c.res.Stdout) + len(c.res.Stderr)})
+				OutBytes: len(c.res.Stdout) + len(c.res.Stderr),
+			})
 		}
 	}
 	for k := range r.samples {

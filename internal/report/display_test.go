@@ -26,7 +26,7 @@ func TestTheLiveFrame(t *testing.T) {
 	if strings.ContainsAny(got, "\x1b\x07\u009b") {
 		t.Error("a command's control characters reach the terminal")
 	}
-	for _, l := range strings.Split(got, "\n") {
+	for l := range strings.SplitSeq(got, "\n") {
 		if n := len([]rune(l)); n > 100 {
 			t.Errorf("a line is %d wide, the terminal 100: %s", n, l)
 		}

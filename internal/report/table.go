@@ -6,6 +6,7 @@ import (
 	"io"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -49,11 +50,15 @@ func (r *Report) sandboxes(b *bytes.Buffer) {
 	s := r.Summary
 	rows := [][]string{{"sandbox", "calls", "private off", "private on", "saved", "latency", "stall p50", "stall p99", "VMM heap"}}
 	for _, x := range r.Sandboxes {
-		rows = append(rows, []string{x.Name, fmt.Sprint(x.Calls), size(x.PrivateOff), size(x.PrivateOn), percent(x.Saved, x.PrivateOff > 0),
-			times(x.LatencyRatio), short(x.Stall.P50), short(x.Stall.P99), size(x.HeapOn)})
+		rows = append(rows, []string{
+			x.Name, strconv.Itoa(x.Calls), size(x.PrivateOff), size(x.PrivateOn), percent(x.Saved, x.PrivateOff > 0),
+			times(x.LatencyRatio), short(x.Stall.P50), short(x.Stall.P99), size(x.HeapOn),
+		})
 	}
-	rows = append(rows, []string{"total", fmt.Sprint(s.Calls), size(s.PrivateOff), size(s.PrivateOn), percent(s.Saved, s.SavedKnown),
-		times(s.LatencyRatio), short(s.Stall.P50), short(s.Stall.P99), size(s.VMMHeapOn)})
+	rows = append(rows, []string{
+		"total", strconv.Itoa(s.Calls), size(s.PrivateOff), size(s.PrivateOn), percent(s.Saved, s.SavedKnown),
+		times(s.LatencyRatio), short(s.Stall.P50), short(s.Stall.P99), size(s.VMMHeapOn),
+	})
 	table(b, rows)
 	b.WriteString("Private memory is averaged over time from the first call's start to the last call's end: of each sandbox\n" +
 		"over its own trajectory, in total over all of them, so the rows do not add up to the total.\n")
@@ -66,7 +71,7 @@ func (r *Report) restores(b *bytes.Buffer) {
 		name string
 		q    Quantiles
 	}{{"blocking restore", s.Blocking}, {"prefetched restore", s.Prefetched}, {"stall per call", s.Stall}} {
-		rows = append(rows, []string{x.name, fmt.Sprint(x.q.Count), short(x.q.P50), short(x.q.P95), short(x.q.P99), short(x.q.Max), short(x.q.Total)})
+		rows = append(rows, []string{x.name, strconv.FormatUint(x.q.Count, 10), short(x.q.P50), short(x.q.P95), short(x.q.P99), short(x.q.Max), short(x.q.Total)})
 	}
 	table(b, rows)
 	if s.NativeRatio > 0 {
@@ -87,7 +92,7 @@ func (r *Report) activity(b *bytes.Buffer) {
 	rows := [][]string{{"encoder", "pages", "share", "bytes/page"}}
 	for _, name := range slices.Sorted(maps.Keys(a.Encoders)) {
 		e := a.Encoders[name]
-		rows = append(rows, []string{name, fmt.Sprint(e.Pages), percent(float64(e.Pages)/float64(max(1, total.Pages)), true), fmt.Sprint(e.Bytes / int64(max(1, e.Pages)))})
+		rows = append(rows, []string{name, strconv.FormatUint(e.Pages, 10), percent(float64(e.Pages)/float64(max(1, total.Pages)), true), strconv.FormatInt(e.Bytes/int64(max(1, e.Pages)), 10)})
 	}
 	table(b, rows)
 	var faults []string
@@ -174,12 +179,11 @@ func table(b *bytes.Buffer, rows [][]string) {
 	line := func(r []string) {
 		for i, c := range r {
 			pad := strings.Repeat(" ", width[i]-len([]rune(c)))
-			switch {
-			case i == 0:
+			if i == 0 {
 				b.WriteString(c + pad)
-			default:
-				b.WriteString("  " + pad + c)
+				continue
 			}
+			b.WriteString("  " + pad + c)
 		}
 		b.WriteString("\n")
 	}

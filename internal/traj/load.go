@@ -200,7 +200,8 @@ func decode(r io.Reader, name string, sel Selection, keep func(*rawRun) bool, bu
 		if *budget < 0 {
 			return nil, read, fmt.Errorf("%s:%d: more than %d MB of trajectories", name, line, maxTotal>>20)
 		}
-		if err != nil && !errors.Is(err, io.EOF) {
+		last := errors.Is(err, io.EOF)
+		if err != nil && !last {
 			return nil, read, fmt.Errorf("%s:%d: %w", name, line, err)
 		}
 		if text = bytes.TrimSpace(text); len(text) > 0 {
@@ -213,7 +214,7 @@ func decode(r io.Reader, name string, sel Selection, keep func(*rawRun) bool, bu
 				out = append(out, t)
 			}
 		}
-		if err != nil {
+		if last {
 			return out, read, nil
 		}
 	}
@@ -252,10 +253,10 @@ func parseRun(text []byte, sel Selection, keep func(*rawRun) bool) (t Trajectory
 		return t, false, fmt.Errorf("parse trajectory: %w", err)
 	}
 	if raw.Steps == nil && raw.Events != nil {
-		return t, false, fmt.Errorf("records when tools ran but no commands; it cannot be replayed")
+		return t, false, errors.New("records when tools ran but no commands; it cannot be replayed")
 	}
 	if raw.ID == "" {
-		return t, false, fmt.Errorf(`parse trajectory: no "id"`)
+		return t, false, errors.New(`parse trajectory: no "id"`)
 	}
 	if !keep(&raw) {
 		return t, false, nil

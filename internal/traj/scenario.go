@@ -3,6 +3,7 @@ package traj
 import (
 	"bufio"
 	"embed"
+	"errors"
 	"fmt"
 	"strconv"
 	"strings"
@@ -63,7 +64,7 @@ func parseScenario(id, text string) (Trajectory, error) {
 	flush := func() error {
 		if len(t.Steps) == 0 {
 			if strings.TrimSpace(body.String()) != "" {
-				return fmt.Errorf("text before the first step")
+				return errors.New("text before the first step")
 			}
 			return nil
 		}

@@ -254,7 +254,7 @@ func grepCommand(a args) string {
 // classify names the kind of a shell command by its first word that counts.
 func classify(shell string) Kind {
 	kind := Other
-	for _, line := range strings.Split(shell, "\n") {
+	for line := range strings.SplitSeq(shell, "\n") {
 		for _, part := range splitCommands(line) {
 			k := classifyOne(part)
 			if k == Net {

@@ -173,7 +173,7 @@ func killAndRemove(t *testing.T, tree *Tree) {
 		t.Skip("this process may not make cgroups")
 	}
 	// A process that ignores what can be ignored, and its children.
-	cmd := exec.Command("sh", "-c", "trap '' TERM INT HUP; sleep 1000 & sleep 1000 & read x; sleep 1000 & wait")
+	cmd := exec.Command("sh", "-c", "trap '' TERM INT HUP; read x; sleep 1000 & sleep 1000 & wait")
 	in, err := cmd.StdinPipe()
 	if err != nil {
 		t.Fatal(err)

@@ -84,10 +84,12 @@ func (g *guestService) Quiesce(_ context.Context, req *connect.Request[guestv1.Q
 	s.identity.Lock()
 	defer s.identity.Unlock()
 	// Sealed first: what comes after this moment would not be in the snapshot the caller wants.
-	was := s.sealed.Swap(true)
+	was := s.sealed.Load()
+	if err := s.setSealed(true); err != nil {
+		return nil, internalError("seal", err)
+	}
 	if err := s.options.System.Quiesce(req.Msg.GetDropCaches(), req.Msg.GetCompactMemory()); err != nil {
-		s.sealed.Store(was)
-		return nil, internalError("quiesce", err)
+		return nil, internalError("quiesce", errors.Join(err, s.setSealed(was)))
 	}
 	return connect.NewResponse(&guestv1.QuiesceResponse{}), nil
 }
@@ -138,8 +140,10 @@ func (g *guestService) Personalize(_ context.Context, req *connect.Request[guest
 		}
 		*item.to = value
 	}
+	if err := s.setSealed(false); err != nil {
+		return nil, internalError("unseal", err)
+	}
 	answer.Time = timestamppb.Now()
-	s.sealed.Store(false)
 	return connect.NewResponse(answer), nil
 }
 

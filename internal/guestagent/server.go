@@ -3,6 +3,7 @@ package guestagent
 import (
 	"encoding/json"
 	"errors"
+	"io/fs"
 	"log"
 	"net"
 	"net/http"
@@ -27,6 +28,7 @@ type Options struct {
 	Version     string                        // of the agent's build
 	Shielded    bool                          // the agent is hidden from the OOM killer
 	Busy        func(bool)                    // called when the first command starts and the last one ended; may be nil
+	SealFile    string                        // exists while sealed, so that an agent that is started again stays so; "" for none
 }
 
 // Server answers the host. It is safe for concurrent use.
@@ -59,7 +61,29 @@ func New(o Options) *Server {
 	mux.HandleFunc("POST /files", s.upload)
 	mux.HandleFunc("GET /health", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) })
 	s.handler = s.gate(mux)
+	if o.SealFile != "" {
+		_, err := os.Stat(o.SealFile)
+		s.sealed.Store(!errors.Is(err, fs.ErrNotExist))
+	}
 	return s
+}
+
+// setSealed changes the state, also for an agent that comes after this one.
+// Preconditions: identity is held.
+func (s *Server) setSealed(sealed bool) error {
+	if s.options.SealFile != "" {
+		var err error
+		if sealed {
+			err = os.WriteFile(s.options.SealFile, nil, 0o600)
+		} else if err = os.Remove(s.options.SealFile); errors.Is(err, fs.ErrNotExist) {
+			err = nil
+		}
+		if err != nil {
+			return err
+		}
+	}
+	s.sealed.Store(sealed)
+	return nil
 }
 
 // Serve answers the sessions of l until l is closed.

@@ -21,6 +21,10 @@ import (
 // baseURL is a name for the other end of the link; nothing resolves it.
 const baseURL = "http://guest"
 
+// clockPatience is how long a Personalize may take for its time to count as
+// current. Twice as long makes clones' clocks that much later.
+const clockPatience = 200 * time.Millisecond
+
 // ErrSealed says that the guest refuses commands and files because it is a
 // clone that was not personalized. Nothing was done.
 var ErrSealed = errors.New("guest is sealed")
@@ -231,9 +235,24 @@ func (c *Client) Personalize(ctx context.Context, id Identity) error {
 	if _, err := c.current(ctx); err != nil {
 		return c.describe(ctx, "personalize guest", err)
 	}
-	if id.Time.IsZero() {
-		id.Time = time.Now()
+	stamp := id.Time.IsZero()
+	for attempt := 1; ; attempt++ {
+		begin := time.Now()
+		if stamp {
+			id.Time = begin
+		}
+		if err := c.personalize(ctx, id); err != nil {
+			return err
+		}
+		// A clone that has just woken up may be slow to see the request, and its
+		// clock is late by as much. Then once more: by now it is awake.
+		if !stamp || time.Since(begin) < clockPatience || attempt == 3 {
+			return nil
+		}
 	}
+}
+
+func (c *Client) personalize(ctx context.Context, id Identity) error {
 	resp, err := c.guest.Personalize(ctx, connect.NewRequest(&guestv1.PersonalizeRequest{
 		Entropy: id.Entropy, Time: timestamppb.New(id.Time), Hostname: id.Hostname, MachineId: id.MachineID, BootId: id.BootID,
 	}))

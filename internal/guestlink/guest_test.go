@@ -264,6 +264,7 @@ type guest struct {
 	cable  *cable
 	system *fakeSystem
 	home   string
+	seal   string // the agent's SealFile
 	server *guestagent.Server
 	served chan error
 	end    func() // ends the agent, once
@@ -291,7 +292,7 @@ func (g *guest) startAgent(t *testing.T) {
 	t.Helper()
 	me := account(t, g.home)
 	server := guestagent.New(guestagent.Options{
-		System: g.system, Version: "test", Env: map[string]string{"SANDBOX": "yes"},
+		System: g.system, Version: "test", SealFile: g.seal, Env: map[string]string{"SANDBOX": "yes"},
 		Lookup: func(name string) (guestagent.Account, error) {
 			if name == "user" || name == me.Name {
 				return me, nil

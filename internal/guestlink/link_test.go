@@ -99,6 +99,33 @@ func TestASealedGuestRefusesEverythingUntilItIsPersonalized(t *testing.T) {
 	}
 }
 
+func TestAnAgentThatIsStartedAgainStaysSealed(t *testing.T) {
+	t.Parallel()
+	g := &guest{cable: newCable(t, false), system: newFakeSystem(), home: t.TempDir()}
+	g.seal = filepath.Join(g.home, "sealed")
+	g.startAgent(t)
+	defer func() { g.end() }()
+	again := func() *guestlink.Client {
+		g.end()
+		g.cable = newCable(t, false)
+		g.startAgent(t)
+		return g.connect(t)
+	}
+	c := g.connect(t)
+	output(t, c, "true")
+	if err := c.Quiesce(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	c = again()
+	if _, err := c.Run(testContext(t), sh("true"), nil, nil); !errors.Is(err, guestlink.ErrSealed) {
+		t.Errorf("Run: %v, want ErrSealed", err)
+	}
+	if err := c.Personalize(testContext(t), identity()); err != nil {
+		t.Fatal(err)
+	}
+	output(t, again(), "true")
+}
+
 func TestAGuestThatFailsToQuiesceStaysOpen(t *testing.T) {
 	t.Parallel()
 	g := startGuest(t, false)

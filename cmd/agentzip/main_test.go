@@ -128,8 +128,18 @@ func TestSizesNeedAUnit(t *testing.T) {
 		text string
 		want units.Bytes // 0: refused
 	}{
-		{"512MiB", 512 * units.MiB}, {"1GiB", units.GiB}, {"4G", 4 * units.GiB}, {"64K", 64 * units.KiB},
-		{"512", 0}, {"-1GiB", 0}, {"0MiB", 0}, {"1.5GiB", 0}, {"GiB", 0}, {"", 0}, {"9999999999GiB", 0}, {"1MB", 0},
+		{"512MiB", 512 * units.MiB},
+		{"1GiB", units.GiB},
+		{"4G", 4 * units.GiB},
+		{"64K", 64 * units.KiB},
+		{"512", 0},
+		{"-1GiB", 0},
+		{"0MiB", 0},
+		{"1.5GiB", 0},
+		{"GiB", 0},
+		{"", 0},
+		{"9999999999GiB", 0},
+		{"1MB", 0},
 	}
 	for _, tt := range tests {
 		var s sizeFlag

@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 
 # Their tests start VMs, which under TCG is most of the time of a run: once, one
 # package at a time, never from the test cache.
-readonly VM='/internal/(vmm|template|sandbox|bench)$|/cmd/agentzip$'
+readonly VM='/internal/(vmm|template|sandbox|daemon|bench)$|/cmd/agentzip$'
 
 # -e: a package that does not load is listed too, and then fails its test.
 list() { go list -e ./... | grep "$@"; }

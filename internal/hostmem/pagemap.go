@@ -135,27 +135,35 @@ func (p *Pagemap) walk(start, end uint64, visit func(Run) bool) error {
 	return nil
 }
 
-// zeroFrame finds the physical frame of the kernel's zero page, which a pagemap
-// entry does not tell from anonymous memory: it reads a fresh page of its own.
+// noFrame is no page's physical frame: it needs more bits than an entry has.
+const noFrame = ^uint64(0)
+
+// zeroFrame finds the physical frame of the kernel's zero page, which a pagemap entry
+// does not tell from anonymous memory: two pages of ours that were only read share it. A
+// kernel that gives each reader a page of its own has noFrame; zero pages then count as
+// private and are encoded once more for nothing.
 var zeroFrame = sync.OnceValues(func() (uint64, error) {
-	m, err := MapAnonymous(units.PageSize)
+	m, err := MapAnonymous(2 * units.PageSize)
 	if err != nil {
 		return 0, err
 	}
-	defer m.Close() //nolint:errcheck // one page
+	defer m.Close() //nolint:errcheck // two pages
 	file, err := os.Open("/proc/self/pagemap")
 	if err != nil {
 		return 0, fmt.Errorf("find the zero page: %w", err)
 	}
 	defer file.Close() //nolint:errcheck // read only
-	var e [8]byte
-	e[0] = m.Data[0] // maps the zero page
+	var e [2 * 8]byte
+	e[0] = m.Data[0] + m.Data[units.PageSize] // maps it twice
 	if _, err := file.ReadAt(e[:], int64(address(m.Data)/units.PageSize*8)); err != nil {
 		return 0, fmt.Errorf("find the zero page: %w", err)
 	}
-	frame := binary.NativeEndian.Uint64(e[:]) & entryFrame
-	if frame == 0 {
+	first, second := binary.NativeEndian.Uint64(e[:])&entryFrame, binary.NativeEndian.Uint64(e[8:])&entryFrame
+	switch {
+	case first == 0:
 		return 0, errors.New("find the zero page: the kernel hides page frames (CAP_SYS_ADMIN is needed)")
+	case first != second:
+		return noFrame, nil
 	}
-	return frame, nil
+	return first, nil
 })

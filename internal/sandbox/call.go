@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/agentzip/agentzip/internal/guestlink"
+	"github.com/agentzip/agentzip/internal/pager"
 	"github.com/agentzip/agentzip/internal/policy"
 	"github.com/agentzip/agentzip/internal/pool"
 	"github.com/agentzip/agentzip/internal/units"
@@ -178,4 +179,13 @@ func (s *Sandbox) evict(ctx context.Context) {
 	default:
 		s.log.Debug("compressed", "result", r)
 	}
+}
+
+// Compress runs one pass of eviction now, whatever the rhythm says: for tests
+// and for people who want to see what a sandbox comes down to.
+func (s *Sandbox) Compress(ctx context.Context) (pager.EvictResult, error) {
+	if s.pager == nil {
+		return pager.EvictResult{}, fmt.Errorf("compress sandbox %s: its compression is off", s.id)
+	}
+	return s.pager.Evict(ctx)
 }

@@ -16,6 +16,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"runtime"
 	"strings"
 	"syscall"
 	"time"
@@ -110,6 +111,9 @@ func Run(ctx context.Context, c Command) error {
 	}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGTERM) }
 	cmd.WaitDelay = grace
+	// The death signal is tied to the thread that forks: it must outlive the program.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
 	err = cmd.Run()
 	if cmd.Process != nil {
 		// What outlived its leader (or the grace period) has no reason to live:

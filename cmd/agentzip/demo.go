@@ -167,6 +167,9 @@ func (f *demoFlags) run(cmd *cobra.Command) (err error) {
 	rep.Tool = "agentzip " + readVersion().Revision
 	rep.Template = report.Template{Name: tmpl.Name, Digest: tmpl.Input, MemoryMB: int64(tmpl.Hardware.Memory) >> 20}
 	rep.Notes = append(notes, rep.Notes...)
+	if cfg.NativeReplay == nil {
+		rep.Summary.NativeMissing = "not asked for (--native=on)"
+	}
 	f.describe(&rep.Plan)
 	return errors.Join(err, f.write(cmd, rep))
 }

@@ -259,8 +259,7 @@ func (s *Sandbox) personalise(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, readyTimeout)
 	defer cancel()
 	err := s.link.Personalize(ctx, guestlink.Identity{
-		Entropy:   randomBytes(entropyBytes),
-		Time:      time.Now(),
+		Entropy:   randomBytes(entropyBytes), // no Time: the link sends the present one, again if it came late
 		Hostname:  s.id,
 		MachineID: hex.EncodeToString(randomBytes(16)),
 		BootID:    uuid.NewString(),

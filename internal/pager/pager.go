@@ -44,7 +44,7 @@ var (
 const BatchPages = 64
 
 // defaultFaultAround is the aligned window, in pages, in which template and zero pages are
-// mapped together. docs/architecture.md has the measurement.
+// mapped together: BenchmarkTemplateFault.
 const defaultFaultAround = 16
 
 // Memory is a guest's memory; *guestmem.Guest is the real one. Scan, Read and Drop are

@@ -22,6 +22,7 @@ type counters struct {
 	template histogram // Template, absent
 	zero     histogram // Zero or hole, absent
 	protect  histogram // write to a protected page
+	held     histogram // the mutex, by passes and restores
 	stale    atomic.Uint64
 
 	writes    atomic.Uint64 // restores for a write
@@ -56,6 +57,7 @@ type Stats struct {
 	Template   Latency // faults on pages of the template
 	Zero       Latency // faults on zero pages
 	Protected  Latency // writes to pages that were clean or being encoded
+	Held       Latency // how long a batch of a pass or restore held the mutex: what a fault may have to wait
 
 	Stale       uint64 // events overtaken by another thread
 	WriteFaults uint64 // blocking restores for a write
@@ -82,7 +84,7 @@ func (p *Pager) Stats() Stats {
 	s := Stats{
 		Faults: c.faults.Load(), Stall: time.Duration(c.stall.Load()), StallMax: time.Duration(c.stallMax.Load()),
 		Blocking: c.restore.snapshot(), Prefetched: c.prefetch.snapshot(), Template: c.template.snapshot(),
-		Zero: c.zero.snapshot(), Protected: c.protect.snapshot(),
+		Zero: c.zero.snapshot(), Protected: c.protect.snapshot(), Held: c.held.snapshot(),
 		Stale: c.stale.Load(), WriteFaults: c.writes.Load(), Around: c.around.Load(),
 		Cancelled: c.cancelled.Load(), Dirtied: c.dirtied.Load(),
 		Passes: c.passes.Load(), Scanned: c.scanned.Load(), Encoded: c.encodedPages.Load(), Zeros: c.zeroPages.Load(),

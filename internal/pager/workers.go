@@ -7,6 +7,7 @@ import (
 	"runtime"
 	"runtime/debug"
 	"sync"
+	"time"
 
 	"github.com/agentzip/agentzip/internal/codec"
 	"github.com/agentzip/agentzip/internal/guestmem"
@@ -180,7 +181,11 @@ func (w *worker) locked(p *Pager, fn func() error) error {
 	w.setNice(niceLocked)
 	defer w.setNice(w.rest)
 	p.mu.Lock()
-	defer p.mu.Unlock()
+	start := time.Now()
+	defer func() {
+		p.mu.Unlock()
+		p.stats.held.record(time.Since(start))
+	}()
 	return fn()
 }
 

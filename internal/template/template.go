@@ -38,14 +38,13 @@ import (
 
 	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/template/step"
-	"github.com/agentzip/agentzip/internal/units"
 )
 
-// Event and Progress are how long work reports to the command line.
-type (
-	Event    = step.Event
-	Progress = step.Func
-)
+// Event is what long work reports.
+type Event = step.Event
+
+// Progress receives events; see [step.Func].
+type Progress = step.Func
 
 // What callers branch on. Nothing was changed when one of these is returned.
 var (
@@ -111,7 +110,7 @@ func (t *Template) InitrdFile() string { return filepath.Join(t.dir, initrdFile)
 // OpenMemory loads the guest's memory into a sealed memory file. All clones of
 // one process should share one: it costs Manifest.Resident of memory.
 func (t *Template) OpenMemory() (*guestmem.Image, error) {
-	im, err := guestmem.LoadImage(t.MemoryFile(), units.Bytes(t.Hardware.Memory))
+	im, err := guestmem.LoadImage(t.MemoryFile(), t.Hardware.Memory)
 	if err != nil {
 		return nil, fmt.Errorf("open memory of template %s: %w", t.Name, err)
 	}

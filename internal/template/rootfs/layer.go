@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"os"
 	"path"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -78,8 +79,7 @@ func (u *unpacker) apply(ctx context.Context, r io.Reader) error {
 
 // finish sets the times of folders, deepest last in, first out.
 func (u *unpacker) finish() error {
-	for i := len(u.dirs) - 1; i >= 0; i-- {
-		d := u.dirs[i]
+	for _, d := range slices.Backward(u.dirs) {
 		if err := u.tree.root.Chtimes(orDot(d.name), d.time, d.time); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("set time of %s: %w", d.name, err)
 		}

@@ -33,12 +33,13 @@ func dir(name string) entry { return entry{name: name, kind: tar.TypeDir, mode: 
 func symlink(name, target string) entry {
 	return entry{name: name, kind: tar.TypeSymlink, link: target}
 }
+
 func hardlink(name, target string) entry {
 	return entry{name: name, kind: tar.TypeLink, link: target}
 }
 
-func makeTar(t testing.TB, entries ...entry) []byte {
-	t.Helper()
+func makeTar(tb testing.TB, entries ...entry) []byte {
+	tb.Helper()
 	var b bytes.Buffer
 	w := tar.NewWriter(&b)
 	for _, e := range entries {
@@ -48,14 +49,14 @@ func makeTar(t testing.TB, entries ...entry) []byte {
 		}
 		hdr := &tar.Header{Name: e.name, Typeflag: e.kind, Linkname: e.link, Mode: e.mode, Size: size, Format: tar.FormatPAX}
 		if err := w.WriteHeader(hdr); err != nil {
-			t.Fatal(err)
+			tb.Fatal(err)
 		}
 		if _, err := w.Write([]byte(e.data)); err != nil {
-			t.Fatal(err)
+			tb.Fatal(err)
 		}
 	}
 	if err := w.Flush(); err != nil && len(entries) > 0 && entries[len(entries)-1].size == 0 {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
 	return append(b.Bytes(), make([]byte, 1024)...)
 }

@@ -31,9 +31,18 @@ var folders = []struct {
 	name string
 	mode fs.FileMode
 }{
-	{"proc", 0o555}, {"sys", 0o555}, {"dev", 0o755}, {"run", 0o755},
-	{"tmp", 0o777 | fs.ModeSticky}, {"var/tmp", 0o777 | fs.ModeSticky}, {"var/log", 0o755},
-	{"root", 0o700}, {"home", 0o755}, {"mnt", 0o755}, {"etc", 0o755}, {"usr/lib/agentzip", 0o755},
+	{"proc", 0o555},
+	{"sys", 0o555},
+	{"dev", 0o755},
+	{"run", 0o755},
+	{"tmp", 0o777 | fs.ModeSticky},
+	{"var/tmp", 0o777 | fs.ModeSticky},
+	{"var/log", 0o755},
+	{"root", 0o700},
+	{"home", 0o755},
+	{"mnt", 0o755},
+	{"etc", 0o755},
+	{"usr/lib/agentzip", 0o755},
 }
 
 // Prepare makes a tree into a guest's root: mount points, the user, the agent, and

@@ -312,6 +312,12 @@ func TestPrivatePagesAreFoundReadDroppedAndInstalled(t *testing.T) {
 	if got := scan(t, g); len(got) != 0 {
 		t.Errorf("private pages after the drop: %v", got)
 	}
+	checkInstalling(t, vm, g, buf)
+}
+
+// checkInstalling goes on where frames 10-12 and 700 were dropped; buf has their content.
+func checkInstalling(t *testing.T, vm *guestmemtest.VM, g *guestmem.Guest, buf []byte) {
+	t.Helper()
 	if n, err := g.Copy(10, buf[:2*units.PageSize], true); err != nil || n != 2 {
 		t.Errorf("install: %d, %v", n, err)
 	}

@@ -2,8 +2,10 @@ package pager
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"math/rand/v2"
+	"sync"
 	"testing"
 	"time"
 
@@ -11,12 +13,12 @@ import (
 )
 
 func TestAGuestThatWritesWhileItIsEvictedKeepsEveryByte(t *testing.T) {
-	const frames = 2048
+	const frames = 768
 	server := runServer(t)
 	reached := map[string]uint64{}
 	missing := func() (names []string) {
 		for name, n := range reached {
-			if n < 20 {
+			if n < 5 {
 				names = append(names, name)
 			}
 		}
@@ -59,4 +61,33 @@ func (r *rig) disturb(ctx context.Context) error {
 	}
 	_, err := r.pager.Restore(ctx, some)
 	return err
+}
+
+func TestThreadsThatWantTheSamePagesAllGetThem(t *testing.T) {
+	const frames, threads = 256, 4
+	r := newRig(t, frames, threads, func(o *Options) { o.FaultAround = 4 }).serve()
+	var want uint64
+	for f := range units.Frame(frames) {
+		p := content(contentKinds[f%5], f, uint64(f)+1)
+		r.write(f, p)
+		want += binary.NativeEndian.Uint64(p[:])
+	}
+	for range 30 {
+		r.evict()
+		var wg sync.WaitGroup
+		for i, c := range r.vm.Channels {
+			wg.Go(func() {
+				if a, err := c.Touch(0, frames, false); err != nil || a.Count != want {
+					t.Errorf("thread %d: sum %#x, %v, want %#x", i, a.Count, err, want)
+				}
+			})
+		}
+		wg.Go(func() {
+			if _, err := r.pager.Restore(context.Background(), []units.Frame{1, 2, 3, 4, 50, 51, 52, 250}); err != nil {
+				t.Error(err)
+			}
+		})
+		wg.Wait()
+	}
+	r.unharmed()
 }

@@ -172,7 +172,11 @@ func StartWaiting(t testing.TB, im *guestmem.Image, n int, env ...string) *VM {
 		host, child := pair(t, unix.SOCK_STREAM)
 		cmd.ExtraFiles = append(cmd.ExtraFiles, child)
 		cmd.Args = append(cmd.Args, strconv.Itoa(6+i))
-		vm.Channels = append(vm.Channels, &Channel{conn: conn(t, host)})
+		c := &Channel{conn: conn(t, host)}
+		if err := c.SetDeadline(time.Now().Add(hang)); err != nil {
+			t.Fatal(err)
+		}
+		vm.Channels = append(vm.Channels, c)
 	}
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -202,6 +206,10 @@ func StartWaiting(t testing.TB, im *guestmem.Image, n int, env ...string) *VM {
 	}
 	return vm
 }
+
+// hang is when a command that nobody answers fails: a guest's thread that waits for a
+// page for ever is what the tests are there to find. Benchmarks on a busy machine take longer.
+const hang = 3 * time.Minute
 
 // Kill ends the process with SIGKILL and waits.
 func (vm *VM) Kill() {

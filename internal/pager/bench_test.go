@@ -63,7 +63,7 @@ func BenchmarkTemplateFault(b *testing.B) {
 		for _, kind := range []string{"page", "zero"} {
 			for _, write := range []bool{false, true} {
 				b.Run(fmt.Sprintf("%s/around=%dKiB/write=%v", kind, around*4, write), func(b *testing.B) {
-					var spent time.Duration
+					var spent, stall time.Duration
 					var faults uint64
 					n := 0
 					for b.Loop() {
@@ -77,11 +77,13 @@ func BenchmarkTemplateFault(b *testing.B) {
 						}
 						spent += r.touchAll(0, benchFrames, write)
 						faults += r.pager.Faults()
+						stall += r.pager.Stall()
 						n += benchFrames
 						r.close()
 					}
 					b.ReportMetric(float64(spent.Nanoseconds())/float64(n), "guest-ns/page")
 					b.ReportMetric(float64(faults)/float64(n), "faults/page")
+					b.ReportMetric(float64(stall.Nanoseconds())/float64(n), "service-ns/page")
 				})
 			}
 		}
@@ -103,6 +105,9 @@ func BenchmarkEvict(b *testing.B) {
 			}
 			b.ReportMetric(float64(n)/spent.Seconds(), "pages/s")
 			b.ReportMetric(float64(spent.Nanoseconds())/float64(n), "ns/page")
+			held := r.pager.Stats().Held
+			b.ReportMetric(float64(held.P50().Nanoseconds()), "held-p50-ns")
+			b.ReportMetric(float64(held.P99().Nanoseconds()), "held-p99-ns")
 		})
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 
 	"github.com/agentzip/agentzip/internal/bench"
 	"github.com/agentzip/agentzip/internal/guestlink"
@@ -51,6 +52,15 @@ type fleet struct {
 // box is one sandbox of a fleet.
 type box struct {
 	*sandbox.Sandbox
+
+	closed atomic.Bool
+}
+
+// Close kills the sandbox. From then on it costs nothing and no longer counts
+// in the fleet's usage; its counters stay.
+func (b *box) Close() error {
+	b.closed.Store(true)
+	return b.Sandbox.Close()
 }
 
 // Start clones one sandbox.
@@ -59,7 +69,7 @@ func (f *fleet) Start(ctx context.Context, name string) (bench.Box, error) {
 	if err != nil {
 		return nil, err
 	}
-	b := &box{s}
+	b := &box{Sandbox: s}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.boxes = append(f.boxes, b)
@@ -76,7 +86,13 @@ func (f *fleet) all() []*box {
 func (f *fleet) Usage() (bench.FleetUsage, error) {
 	var u bench.FleetUsage
 	for _, b := range f.all() {
+		if b.closed.Load() {
+			continue
+		}
 		bu, err := b.Sandbox.Usage()
+		if b.closed.Load() {
+			continue // closed meanwhile
+		}
 		if err != nil {
 			return u, err
 		}

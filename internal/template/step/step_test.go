@@ -2,6 +2,7 @@ package step
 
 import (
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -11,8 +12,13 @@ import (
 
 func TestASilentStepIsRepeatedWithItsTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var got []string
-		f := Func(func(e Event) { got = append(got, e.Message) })
+		var mu sync.Mutex
+		var got []string // guarded by mu: the beats come from a goroutine of the Pulse
+		f := Func(func(e Event) {
+			mu.Lock()
+			defer mu.Unlock()
+			got = append(got, e.Message)
+		})
 		p := f.Heartbeat(t.Context(), "boot", "waiting")
 		time.Sleep(2100 * time.Millisecond)
 		p.Set(1, 3, "first command")

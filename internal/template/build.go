@@ -183,6 +183,7 @@ func (b *build) run(ctx context.Context) (*Template, error) {
 	if err := needSpace(b.store.dir, b.source.disk+units.Bytes(b.spec.Hardware.Memory)); err != nil {
 		return nil, err
 	}
+	b.manifest.Tools = toolVersions(ctx)
 	for _, step := range []struct {
 		name string
 		do   func(context.Context) error
@@ -240,7 +241,7 @@ func (b *build) prepare(ctx context.Context) error {
 		Kernel: KernelFacts{Package: b.kernel.Package, Version: b.kernel.Version, Release: b.kernel.Release, Cmdline: kernelCmdline},
 		Agent:  AgentFacts{SHA256: hex.EncodeToString(sum[:])},
 		Env:    b.source.env, WarmUp: b.spec.WarmUp, WorkDir: b.spec.WorkDir,
-		Tools: toolVersions(ctx), Seconds: map[string]int{}, Files: map[string]FileSums{},
+		Seconds: map[string]int{}, Files: map[string]FileSums{},
 	}
 	b.manifest.Input = inputDigest(&b.manifest, b.spec.Disk)
 	return nil

@@ -31,7 +31,7 @@ var hostPackages = []struct{ name, program string }{
 
 const (
 	needMemory = 2 * units.GiB // a build's guest, its VMM and page cache for its files
-	needDisk   = 3 * units.GiB // with nothing cached
+	needDisk   = units.GiB     // for packages; Build asks for what it needs itself, which depends on what is cached
 )
 
 // Setup makes this host able to run sandboxes: checks it, installs missing packages,
@@ -87,7 +87,7 @@ func checkHost(dir string) error {
 	if have < needMemory {
 		return fmt.Errorf("not enough memory: %v available, %v needed; stop other programs or use a larger host", have, needMemory)
 	}
-	return needSpace(dir, needDisk/4) // Build asks for what it really needs, cached parts left out
+	return needSpace(dir, needDisk)
 }
 
 func memoryAvailable() (units.Bytes, error) {

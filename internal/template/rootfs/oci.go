@@ -39,11 +39,12 @@ type OCI struct {
 
 // Image is an image that was found but not yet unpacked.
 type Image struct {
-	ref    string
-	img    v1.Image
-	digest string
-	remote bool
-	config v1.Config
+	ref     string
+	scratch string // folder for temporary files, as long as the Image is used
+	img     v1.Image
+	digest  string
+	remote  bool
+	config  v1.Config
 	// diffIDs are the digests of the uncompressed layers, lowest first.
 	diffIDs []v1.Hash
 }
@@ -54,7 +55,7 @@ var platform = v1.Platform{OS: "linux", Architecture: "amd64"}
 // Open finds the image. Of a registry it reads the manifest only. scratch is a
 // folder for temporary files, needed as long as the Image, which the caller removes.
 func (o OCI) Open(ctx context.Context, scratch string) (*Image, error) {
-	im := &Image{ref: o.Ref}
+	im := &Image{ref: o.Ref, scratch: scratch}
 	var err error
 	switch st, serr := os.Stat(o.Ref); {
 	case serr == nil && st.IsDir():
@@ -249,7 +250,7 @@ func (im *Image) layer(ctx context.Context, u *unpacker, l v1.Layer, want v1.Has
 		return errors.New("its content is not in the image (a foreign layer)")
 	}
 	if im.remote {
-		path, err := fetchLayer(ctx, l, cache)
+		path, err := fetchLayer(ctx, l, cache, im.scratch)
 		if err != nil {
 			return err
 		}
@@ -272,8 +273,9 @@ func (im *Image) layer(ctx context.Context, u *unpacker, l v1.Layer, want v1.Has
 	return nil
 }
 
-// fetchLayer downloads a layer into cache, under its digest, and returns its path.
-func fetchLayer(ctx context.Context, l v1.Layer, cache string) (string, error) {
+// fetchLayer downloads a layer into cache, under its digest, and returns its path. The two
+// folders are on one file system.
+func fetchLayer(ctx context.Context, l v1.Layer, cache, scratch string) (string, error) {
 	digest, err := l.Digest()
 	if err != nil {
 		return "", fmt.Errorf("read digest: %w", err)
@@ -287,7 +289,7 @@ func fetchLayer(ctx context.Context, l v1.Layer, cache string) (string, error) {
 		return "", fmt.Errorf("download: %w", err)
 	}
 	defer func() { _ = r.Close() }()
-	tmp, err := os.CreateTemp(cache, ".layer-*")
+	tmp, err := os.CreateTemp(scratch, "layer-*")
 	if err != nil {
 		return "", fmt.Errorf("cache layer: %w", err)
 	}

@@ -96,34 +96,36 @@ func Fetch(ctx context.Context, cache, scratch string, report step.Func) (*Kerne
 	return k, nil
 }
 
-// current asks apt which kernel package the meta package stands for.
+// current asks apt which kernel package, in which version, the meta package stands for. One
+// question, because each costs a second where apt keeps no cache (containers).
 func current(ctx context.Context) (pkg, version string, err error) {
-	out, err := tool.Output(ctx, tool.Command{Name: "apt-cache", Args: []string{"depends", "--important", MetaPackage}})
+	out, err := tool.Output(ctx, tool.Command{Name: "apt-cache", Args: []string{"show", "--no-all-versions", MetaPackage}})
 	if err != nil {
 		return "", "", err
 	}
-	if pkg = dependency(out); pkg == "" {
-		return "", "", fmt.Errorf("apt knows no package %s: run `apt-get update`, and check that /etc/apt/sources.list* names Debian's main archive", MetaPackage)
+	if pkg, version = dependency(out); pkg == "" {
+		return "", "", fmt.Errorf("apt does not say what %s stands for: run `apt-get update`, and check that /etc/apt/sources.list* names Debian's main archive", MetaPackage)
 	}
-	out, err = tool.Output(ctx, tool.Command{Name: "apt-cache", Args: []string{"show", "--no-all-versions", pkg}})
-	if err != nil {
-		return "", "", err
-	}
-	for l := range strings.SplitSeq(out, "\n") {
-		if v, ok := strings.CutPrefix(l, "Version: "); ok {
-			return pkg, v, nil
-		}
-	}
-	return "", "", fmt.Errorf("apt knows no version of %s", pkg)
+	return pkg, version, nil
 }
 
-func dependency(aptDepends string) string {
-	for l := range strings.SplitSeq(aptDepends, "\n") {
-		if p, ok := strings.CutPrefix(strings.TrimSpace(l), "Depends: "); ok && strings.HasPrefix(p, "linux-image-") {
-			return p
+// dependency finds the kernel among the dependencies of the meta package:
+// "Depends: linux-image-6.1.0-57-cloud-amd64 (= 6.1.192-3)".
+func dependency(record string) (pkg, version string) {
+	for l := range strings.SplitSeq(record, "\n") {
+		list, ok := strings.CutPrefix(l, "Depends: ")
+		if !ok {
+			continue
+		}
+		for d := range strings.SplitSeq(list, ",") {
+			name, rest, _ := strings.Cut(strings.TrimSpace(d), " ")
+			v, exact := strings.CutPrefix(rest, "(= ")
+			if strings.HasPrefix(name, "linux-image-") && exact {
+				return name, strings.TrimSuffix(v, ")")
+			}
 		}
 	}
-	return ""
+	return "", ""
 }
 
 // newest returns the last intact kernel of the cache by file time.

@@ -116,8 +116,12 @@ func TestADamagedCacheIsNoticed(t *testing.T) {
 }
 
 func TestTheKernelPackageIsFoundAmongTheDependencies(t *testing.T) {
-	got := dependency("linux-image-cloud-amd64\n  Depends: linux-base\n  Depends: linux-image-6.1.0-57-cloud-amd64\n  Recommends: x\n")
-	if want := "linux-image-6.1.0-57-cloud-amd64"; got != want {
-		t.Errorf("got %q, want %q", got, want)
+	const record = "Package: linux-image-cloud-amd64\nVersion: 6.1.1\nDepends: linux-base (>= 4.3~), linux-image-6.1.0-57-cloud-amd64 (= 6.1.192-3)\nSection: kernel\n"
+	pkg, version := dependency(record)
+	if pkg != "linux-image-6.1.0-57-cloud-amd64" || version != "6.1.192-3" {
+		t.Errorf("got %q %q, want the package and its exact version", pkg, version)
+	}
+	if pkg, _ := dependency("Package: x\nDepends: linux-image-amd64\n"); pkg != "" {
+		t.Errorf("got %q from a record without an exact kernel", pkg)
 	}
 }

@@ -12,9 +12,9 @@ import (
 // WriteInitrd writes the initial ramdisk: the guest agent as /init, the modules below
 // /lib/modules, and /modules, which names them one a line in load order.
 //
-// It is not compressed: the kernel then copies it instead of unpacking it, which under
-// TCG is the difference between 0.1 s and 1 s of boot, and nothing of it is left in
-// the template's memory once the agent has moved to the real root.
+// It is not compressed: under TCG the kernel takes 0.17-0.25 s for the 10 MiB as they are and
+// 0.27-0.55 s for the 4 MiB of gzip (busy 2-core host), and nothing of either is left in the
+// template's memory once the agent has moved to the real root.
 func (k *Kernel) WriteInitrd(agent, out string) error {
 	f, err := os.OpenFile(out, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {

@@ -33,7 +33,7 @@ type Debian struct {
 const recipe = 1
 
 // trim keeps out of the image what no program reads: manuals, translations, package
-// notes (110 of 310 MB with Python and git). It costs disk, page cache at build time and
+// notes (70 of 310 MB with Python and git). It costs disk, page cache at build time and
 // time in dpkg. Copyright files stay, they are the licences. Compiled Python
 // files stay too: without them each start of pytest compiles 200 modules.
 var trim = []string{

@@ -17,7 +17,7 @@ import (
 )
 
 const (
-	// bootLimit bounds the boot to the agent's first answer: 8-12 s under TCG on an idle core.
+	// bootLimit bounds the boot to the agent's first answer: 10 s under TCG on a busy 2-core host.
 	// Halved, two builds on a busy host fail; doubled, a guest that hangs is noticed late.
 	bootLimit = 3 * time.Minute
 	// warmUpLimit bounds one warm-up command. Test suites take minutes under TCG.

@@ -124,7 +124,7 @@ func BenchmarkRestoreAhead(b *testing.B) {
 	for b.Loop() {
 		r.evict()
 		start := time.Now()
-		k, err := r.pager.Restore(context.Background(), all)
+		k, err := r.pager.Restore(context.Background(), reads(all...))
 		if err != nil {
 			b.Fatal(err)
 		}

@@ -30,7 +30,7 @@
 //	Busy --pass given up, unprotect--> what it was
 //	Busy --write fault, unprotect--> Template                     (cancelled)
 //	Evicted(h) --read fault or Restore, install protected--> Clean(h)
-//	Evicted(h) --write fault, install writable, release h--> Template
+//	Evicted(h) --write fault, or Restore for writing: install writable, release h--> Template
 //	Clean(h) --write fault, unprotect, release h--> Template
 //	Clean(h) --pass, publish, drop--> Evicted(h)                  (nothing to encode)
 //

@@ -140,6 +140,8 @@ type batch struct {
 	slot   [BatchPages]int   // its page in the worker's buffer, if it is read
 	after  [BatchPages]entry // fateEncoded: Evicted(h); fateKeep: Kept(sum)
 
+	touches [BatchPages]Touch // of a Restore: the pages asked for, frames again
+
 	full   bool  // the pool was full in this pass
 	verify error // the first encoding of this pass that failed verification
 }

@@ -137,9 +137,9 @@ func TestAFailureThatNobodyCanRepairKillsTheSandboxByName(t *testing.T) {
 		{"kept page cannot be unprotected", "guestmem.unprotect", func(r *rig) { r.write(7, randomPage(1)) }, evict, []string{"unprotect", "frame 7"}, false},
 		{"clean page cannot be unprotected", "guestmem.unprotect", func(r *rig) { evicted7(r); r.read(7) },
 			func(r *rig) { _ = r.vm.Channels[0].Poke(7, 0, 1) }, nil, false},
-		{"restored page is damaged", "pager.corrupt", evicted7, func(r *rig) { _, _ = r.pager.Restore(context.Background(), []units.Frame{7}) },
+		{"restored page is damaged", "pager.corrupt", evicted7, func(r *rig) { _, _ = r.pager.Restore(context.Background(), reads(7)) },
 			[]string{"frame 7", "encoder"}, true},
-		{"restored page cannot be installed", "guestmem.copy", evicted7, func(r *rig) { _, _ = r.pager.Restore(context.Background(), []units.Frame{7}) },
+		{"restored page cannot be installed", "guestmem.copy", evicted7, func(r *rig) { _, _ = r.pager.Restore(context.Background(), reads(7)) },
 			[]string{"install frame 7"}, false},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -165,7 +165,7 @@ func TestAFailureThatNobodyCanRepairKillsTheSandboxByName(t *testing.T) {
 			if _, err := r.pager.Evict(context.Background()); !errors.Is(err, ErrFatal) {
 				t.Errorf("evict afterwards: %v, want ErrFatal", err)
 			}
-			if _, err := r.pager.Restore(context.Background(), []units.Frame{7}); !errors.Is(err, ErrFatal) {
+			if _, err := r.pager.Restore(context.Background(), reads(7)); !errors.Is(err, ErrFatal) {
 				t.Errorf("restore afterwards: %v, want ErrFatal", err)
 			}
 		})
@@ -188,7 +188,7 @@ func TestADamagedPoolEntryKillsTheSandboxAndIsNeverInstalled(t *testing.T) {
 				if _, err := r.vm.Channels[0].Read(7, false); err == nil {
 					t.Error("the guest read a damaged page")
 				}
-			} else if _, err := r.pager.Restore(context.Background(), []units.Frame{7}); !errors.Is(err, ErrIntegrity) {
+			} else if _, err := r.pager.Restore(context.Background(), reads(7)); !errors.Is(err, ErrIntegrity) {
 				t.Errorf("restore: %v", err)
 			}
 			got := r.fatals(1)
@@ -210,7 +210,7 @@ func TestAnEvictedPageThatIsMappedIsFatalNotIgnored(t *testing.T) {
 	if _, err := r.guest.Copy(7, randomPage(9)[:], false); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.pager.Restore(context.Background(), []units.Frame{7}); !errors.Is(err, ErrIntegrity) {
+	if _, err := r.pager.Restore(context.Background(), reads(7)); !errors.Is(err, ErrIntegrity) {
 		t.Errorf("restore: %v, want ErrIntegrity", err)
 	}
 }
@@ -276,7 +276,7 @@ func TestAVMMThatDiesIsNoFailure(t *testing.T) {
 	var err error
 	for err == nil && time.Now().Before(deadline) {
 		if _, err = r.pager.Evict(context.Background()); err == nil {
-			_, err = r.pager.Restore(context.Background(), []units.Frame{1, 2, 3, 500})
+			_, err = r.pager.Restore(context.Background(), reads(1, 2, 3, 500))
 		}
 	}
 	if !errors.Is(err, ErrGone) {
@@ -317,7 +317,7 @@ func TestAClosedPagerRefuses(t *testing.T) {
 	if _, err := r.pager.Evict(context.Background()); !errors.Is(err, ErrClosed) {
 		t.Errorf("evict: %v", err)
 	}
-	if _, err := r.pager.Restore(context.Background(), []units.Frame{7}); !errors.Is(err, ErrClosed) {
+	if _, err := r.pager.Restore(context.Background(), reads(7)); !errors.Is(err, ErrClosed) {
 		t.Errorf("restore: %v", err)
 	}
 	if _, err := r.pager.Usage(); !errors.Is(err, ErrClosed) {

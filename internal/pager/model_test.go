@@ -89,7 +89,7 @@ func (m *model) run(r *rig, c *guestmemtest.Channel, o op) error {
 		cancel()
 		return err
 	case "restore":
-		_, err := r.pager.Restore(context.Background(), o.Frames)
+		_, err := r.pager.Restore(context.Background(), mixed(o.Frames))
 		return err
 	}
 	m.locks[o.Frame].Lock()

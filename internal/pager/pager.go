@@ -188,10 +188,16 @@ func (p *Pager) hold(h pool.Handle) {
 	p.encoded += units.Bytes(len(p.pool.View(h).Data))
 }
 
+// A Touch is a page that the guest was seen touching, or that it is expected to touch.
+type Touch struct {
+	Frame units.Frame
+	Write bool // it was, or will be, written
+}
+
 // DrainTouched appends to dst the frames at which faults were served since the last call,
-// each once, in ascending order. Pages restored ahead and only read are not among them:
-// no fault tells.
-func (p *Pager) DrainTouched(dst []units.Frame) []units.Frame {
+// each once, in ascending order. Of pages restored ahead, those that were installed
+// writable or were only read are not among them: no fault tells.
+func (p *Pager) DrainTouched(dst []Touch) []Touch {
 	p.life.RLock()
 	defer p.life.RUnlock()
 	if p.closed {

@@ -1,6 +1,7 @@
 package pager
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -12,27 +13,31 @@ import (
 
 // Restore brings evicted pages back ahead of their use and maps template and zero pages;
 // pages that are there already, frames out of range and repetitions are skipped. It returns
-// how many pages it brought. Evicted pages are decoded outside the lock and become Clean.
-// Frames are taken in hand BatchPages at a time, in the order given; ctx is asked between.
+// how many pages it brought. Evicted pages are decoded outside the lock and become Clean;
+// those that are expected to be written are installed writable and give up their entry:
+// that saves the write fault and costs an encoding if the write does not come. Pages are taken in hand BatchPages at a time, in the order given; ctx is asked between.
 //
 // ErrFatal and ErrGone are as for Evict.
-func (p *Pager) Restore(ctx context.Context, frames []units.Frame) (int, error) {
+func (p *Pager) Restore(ctx context.Context, pages []Touch) (int, error) {
 	p.life.RLock()
 	defer p.life.RUnlock()
 	if p.closed {
 		return 0, ErrClosed
 	}
-	if len(frames) == 0 {
+	if len(pages) == 0 {
 		return 0, nil
 	}
 	total := 0
 	err := p.workers.restore(ctx, func(w *worker) error {
 		b := &w.batch
-		for rest := frames; len(rest) > 0 && ctx.Err() == nil; {
+		for rest := pages; len(rest) > 0 && ctx.Err() == nil; {
 			b.begin()
-			b.n = copy(b.frames[:], rest)
+			b.n = copy(b.touches[:], rest)
 			rest = rest[b.n:]
-			slices.Sort(b.frames[:b.n])
+			slices.SortFunc(b.touches[:b.n], func(x, y Touch) int { return cmp.Compare(x.Frame, y.Frame) })
+			for i, t := range b.touches[:b.n] {
+				b.frames[i] = t.Frame
+			}
 			n, err := p.restoreBatch(w)
 			total += n
 			if err != nil {
@@ -141,11 +146,17 @@ func (p *Pager) installBatch(w *worker) (installed int, err error) {
 			continue
 		}
 		j := i + 1
-		for j < b.n && b.frames[j] == b.frames[j-1]+1 && still(j) {
+		write := b.touches[i].Write
+		for j < b.n && b.frames[j] == b.frames[j-1]+1 && still(j) && b.touches[j].Write == write {
 			j++
 		}
-		done, err := p.mem.Copy(b.frames[i], w.pages.Data[i*units.PageSize:j*units.PageSize], true)
+		done, err := p.mem.Copy(b.frames[i], w.pages.Data[i*units.PageSize:j*units.PageSize], !write)
 		for k := i; k < i+done; k++ {
+			if write {
+				p.table.store(b.frames[k], entryTemplate)
+				p.release(b.before[k].handle())
+				continue
+			}
 			p.table.store(b.frames[k], clean(b.before[k].handle()))
 		}
 		installed += done

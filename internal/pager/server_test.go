@@ -2,6 +2,7 @@ package pager
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"strings"
 	"sync"
@@ -128,21 +129,69 @@ func TestTouchedFramesAreThoseThatFaulted(t *testing.T) {
 	r := newRig(t, 4096, 1, func(o *Options) { o.FaultAround = 1 }).serve()
 	r.write(4000, textPage(1))
 	r.write(6, textPage(2))
-	if d := cmp.Diff([]units.Frame{6, 4000}, r.pager.DrainTouched(nil)); d != "" {
+	if d := cmp.Diff([]Touch{{6, true}, {4000, true}}, r.pager.DrainTouched(nil)); d != "" {
 		t.Errorf("after writes (-want +got):\n%s", d)
 	}
 	r.evict()
 	if got := r.pager.DrainTouched(nil); got != nil {
 		t.Errorf("after a pass: %v, want none", got)
 	}
-	if n, err := r.pager.Restore(context.Background(), []units.Frame{6, 4000, 4000, 9999}); err != nil || n != 2 {
+	if n, err := r.pager.Restore(context.Background(), reads(6, 4000, 4000, 9999)); err != nil || n != 2 {
 		t.Errorf("restore: %d, %v, want 2", n, err)
 	}
 	r.read(6) // restored ahead: no fault tells
 	r.poke(4000, 1)
-	if d := cmp.Diff([]units.Frame{1, 4000}, r.pager.DrainTouched([]units.Frame{1})); d != "" {
+	if d := cmp.Diff([]Touch{{1, false}, {4000, true}}, r.pager.DrainTouched(reads(1))); d != "" {
 		t.Errorf("after a restore (-want +got):\n%s", d)
 	}
+}
+
+func TestAPageRestoredForWritingTakesTheWriteWithoutAFault(t *testing.T) {
+	r := newRig(t, 64, 1).serve()
+	for f := units.Frame(5); f < 9; f++ {
+		r.write(f, textPage(uint64(f)))
+	}
+	r.evict()
+	before := r.pager.Stats()
+	if n, err := r.pager.Restore(context.Background(), []Touch{{5, true}, {6, false}, {7, true}, {8, true}}); err != nil || n != 4 {
+		t.Fatalf("restore: %d, %v, want 4", n, err)
+	}
+	if u, err := r.pager.Usage(); err != nil || u.Pooled != 1 {
+		t.Errorf("after the restore: %+v, %v; want one page with an entry, the one not to be written", u, err)
+	}
+	for f := units.Frame(5); f < 9; f++ {
+		r.poke(f, uint64(f))
+	}
+	after := r.pager.Stats()
+	if got := after.Protected.Count - before.Protected.Count; got != 1 {
+		t.Errorf("%d write faults, want the one of frame 6", got)
+	}
+	r.evict()
+	for f := units.Frame(5); f < 9; f++ {
+		want := textPage(uint64(f))
+		binary.NativeEndian.PutUint64(want[64:], uint64(f))
+		if got := r.read(f); *got != *want {
+			t.Errorf("frame %d is not what was written after its restore", f)
+		}
+	}
+}
+
+// reads are pages that are expected to be read.
+func reads(frames ...units.Frame) []Touch {
+	touches := make([]Touch, len(frames))
+	for i, f := range frames {
+		touches[i].Frame = f
+	}
+	return touches
+}
+
+// mixed expects every third page to be written.
+func mixed(frames []units.Frame) []Touch {
+	touches := reads(frames...)
+	for i := range touches {
+		touches[i].Write = touches[i].Frame%3 == 0
+	}
+	return touches
 }
 
 func TestNeighboursAreMappedWithATemplatePage(t *testing.T) {
@@ -252,7 +301,7 @@ func TestTheTableOccupiesOnlyWhatWasTouched(t *testing.T) {
 	if u, err = r.pager.Usage(); err != nil {
 		t.Fatal(err)
 	}
-	if u.PageTable > 16*units.KiB {
+	if u.PageTable > 20*units.KiB { // two parts of the words, one of each bitmap, and the sets
 		t.Errorf("the page table occupies %v after two pages were evicted", u.PageTable)
 	}
 	if u.Pooled != 2 || u.Encoded == 0 || u.Encoded > 2*units.PageSize {

@@ -59,7 +59,7 @@ func (r *rig) disturb(ctx context.Context) error {
 	for i := range some {
 		some[i] = units.Frame(rand.IntN(r.im.Frames() + 5))
 	}
-	_, err := r.pager.Restore(ctx, some)
+	_, err := r.pager.Restore(ctx, mixed(some))
 	return err
 }
 
@@ -83,7 +83,7 @@ func TestThreadsThatWantTheSamePagesAllGetThem(t *testing.T) {
 			})
 		}
 		wg.Go(func() {
-			if _, err := r.pager.Restore(context.Background(), []units.Frame{1, 2, 3, 4, 50, 51, 52, 250}); err != nil {
+			if _, err := r.pager.Restore(context.Background(), reads(1, 2, 3, 4, 50, 51, 52, 250)); err != nil {
 				t.Error(err)
 			}
 		})

@@ -75,7 +75,8 @@ const (
 const chunkFrames = units.PageSize / 4
 
 // A table is the page table of one sandbox: a memory file with a word for each frame,
-// then a bit for each frame that was seen being touched. Only the parts in use occupy
+// then a bit for each frame that was seen being touched, then one for each that was seen
+// being written. Only the parts in use occupy
 // memory; a look at a part that is not in use must not make it resident, hence the two
 // chunk sets.
 //
@@ -85,6 +86,7 @@ type table struct {
 	mapping *hostmem.Mapping // immutable until close
 	words   []byte           // immutable; part of mapping
 	touched []byte           // part of mapping; guarded by Pager.mu
+	written []byte           // part of mapping; guarded by Pager.mu; a subset of touched
 	frames  int              // immutable
 
 	used   []atomic.Uint64 // chunks whose words were ever stored; grows only
@@ -95,17 +97,18 @@ func newTable(frames int) (*table, error) {
 	chunks := (frames + chunkFrames - 1) / chunkFrames
 	words := units.Bytes(chunks) * units.PageSize
 	bitmap := (units.Bytes(frames/8+1) + units.PageSize - 1) &^ (units.PageSize - 1)
-	file, err := hostmem.NewMemfd("agentzip-pages", words+bitmap)
+	file, err := hostmem.NewMemfd("agentzip-pages", words+2*bitmap)
 	if err != nil {
 		return nil, err
 	}
-	m, err := hostmem.MapShared(file, words+bitmap)
+	m, err := hostmem.MapShared(file, words+2*bitmap)
 	if err != nil {
 		return nil, errors.Join(err, file.Close())
 	}
 	sets := (chunks + 63) / 64
 	return &table{
-		file: file, mapping: m, words: m.Data[:words], touched: m.Data[words:], frames: frames,
+		file: file, mapping: m, frames: frames,
+		words: m.Data[:words], touched: m.Data[words : words+bitmap], written: m.Data[words+bitmap:],
 		used: make([]atomic.Uint64, sets), marked: make([]uint64, sets),
 	}, nil
 }
@@ -146,24 +149,30 @@ func (t *table) each(visit func(f units.Frame, e entry) bool) {
 	}
 }
 
-// mark notes that a frame was seen being touched. Caller holds Pager.mu.
-func (t *table) mark(f units.Frame) {
+// mark notes that a frame was seen being touched, or written. Caller holds Pager.mu.
+func (t *table) mark(f units.Frame, write bool) {
 	t.touched[f/8] |= 1 << (f % 8)
+	if write {
+		t.written[f/8] |= 1 << (f % 8)
+	}
 	chunk := uint32(f) / chunkFrames
 	t.marked[chunk/64] |= 1 << (chunk % 64)
 }
 
 // drain appends the marked frames to dst in ascending order and unmarks them. Caller
 // holds Pager.mu.
-func (t *table) drain(dst []units.Frame) []units.Frame {
+func (t *table) drain(dst []Touch) []Touch {
 	for i, set := range t.marked {
 		for ; set != 0; set &= set - 1 {
 			first := (i*64 + bits.TrailingZeros64(set)) * chunkFrames / 8
 			for at := first; at < min(first+chunkFrames/8, len(t.touched)); at++ {
 				for b := t.touched[at]; b != 0; b &= b - 1 {
-					dst = append(dst, units.Frame(at*8+bits.TrailingZeros8(b)))
+					bit := bits.TrailingZeros8(b)
+					dst = append(dst, Touch{Frame: units.Frame(at*8 + bit), Write: t.written[at]&(1<<bit) != 0})
 				}
-				t.touched[at] = 0
+				if t.touched[at] != 0 { // a look must not make an unused part resident
+					t.touched[at], t.written[at] = 0, 0
+				}
 			}
 		}
 		t.marked[i] = 0

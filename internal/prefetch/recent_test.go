@@ -5,15 +5,15 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/agentzip/agentzip/internal/units"
+	"github.com/agentzip/agentzip/internal/pager"
 )
 
 func TestPagesOfTheLastCallsArePredictedInAddressOrder(t *testing.T) {
 	t.Parallel()
 	r := NewRecent(100)
-	r.Observe([]units.Frame{9, 3, 9})
-	r.Observe([]units.Frame{5})
-	if diff := cmp.Diff([]units.Frame{3, 5, 9}, r.Predict(nil)); diff != "" {
+	r.Observe([]pager.Touch{{Frame: 3}, {Frame: 9}})
+	r.Observe([]pager.Touch{{Frame: 5}, {Frame: 9, Write: true}})
+	if diff := cmp.Diff([]pager.Touch{{Frame: 3}, {Frame: 5}, {Frame: 9, Write: true}}, r.Predict(nil)); diff != "" {
 		t.Errorf("prediction (-want +got):\n%s", diff)
 	}
 }
@@ -21,10 +21,11 @@ func TestPagesOfTheLastCallsArePredictedInAddressOrder(t *testing.T) {
 func TestAPageIsForgottenAfterFourCallsWithoutATouch(t *testing.T) {
 	t.Parallel()
 	r := NewRecent(100)
-	r.Observe([]units.Frame{1})
+	page := []pager.Touch{{Frame: 1}}
+	r.Observe(page)
 	for i := range keepCalls - 1 {
-		if got := r.Predict(nil); !cmp.Equal(got, []units.Frame{1}) {
-			t.Fatalf("after %d more calls: got %v, want [1]", i, got)
+		if got := r.Predict(nil); !cmp.Equal(got, page) {
+			t.Fatalf("after %d more calls: got %v, want %v", i, got, page)
 		}
 		r.Observe(nil)
 	}
@@ -37,10 +38,10 @@ func TestAPageIsForgottenAfterFourCallsWithoutATouch(t *testing.T) {
 func TestAboveTheLimitTheMostRecentWin(t *testing.T) {
 	t.Parallel()
 	r := NewRecent(2)
-	r.Observe([]units.Frame{1, 2, 3})
-	r.Observe([]units.Frame{8, 7})
-	want := []units.Frame{100, 7, 8}
-	if diff := cmp.Diff(want, r.Predict([]units.Frame{100})); diff != "" {
+	r.Observe([]pager.Touch{{Frame: 1}, {Frame: 2}, {Frame: 3}})
+	r.Observe([]pager.Touch{{Frame: 8}, {Frame: 7}})
+	want := []pager.Touch{{Frame: 100}, {Frame: 7}, {Frame: 8}}
+	if diff := cmp.Diff(want, r.Predict([]pager.Touch{{Frame: 100}})); diff != "" {
 		t.Errorf("prediction (-want +got):\n%s", diff)
 	}
 }

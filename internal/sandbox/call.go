@@ -11,7 +11,6 @@ import (
 	"github.com/agentzip/agentzip/internal/pager"
 	"github.com/agentzip/agentzip/internal/policy"
 	"github.com/agentzip/agentzip/internal/pool"
-	"github.com/agentzip/agentzip/internal/units"
 )
 
 // A Call says how one tool call went.
@@ -105,13 +104,13 @@ func (s *Sandbox) restoreAhead(ctx context.Context) (stop func()) {
 		return func() {}
 	}
 	s.mu.Lock()
-	frames := s.recent.Predict(make([]units.Frame, 0, 1024))
+	pages := s.recent.Predict(make([]pager.Touch, 0, 1024))
 	s.mu.Unlock()
 	ctx, cancel := context.WithCancel(ctx)
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		if _, err := s.pager.Restore(ctx, frames); err != nil && ctx.Err() == nil {
+		if _, err := s.pager.Restore(ctx, pages); err != nil && ctx.Err() == nil {
 			s.log.Warn("restore ahead of a call", "err", err)
 		}
 	}()

@@ -80,7 +80,7 @@ func checkPagemapScan(_ context.Context, h *Host) Finding {
 }
 
 // qemuDevices are the devices of every sandbox.
-var qemuDevices = []string{"virtio-pmem-pci", "virtio-blk-pci", "virtio-serial-pci", "virtio-rng-pci", "virtserialport"}
+var qemuDevices = []string{"nvdimm", "virtio-blk-pci", "virtio-serial-pci", "virtio-rng-pci", "virtserialport"}
 
 var qemuVersion = regexp.MustCompile(`version (\d+)\.(\d+)[^\s(]*`)
 
@@ -119,7 +119,7 @@ func checkQEMU(ctx context.Context, h *Host) Finding {
 		return degraded(fmt.Sprintf("QEMU %s.%s", version[1], version[2]),
 			"developed and tested with 7.2; older ones were not tried", install)
 	}
-	return ok("%s, version %s.%s: machine pc, virtio-pmem, blk, serial, rng, seccomp", path, version[1], version[2])
+	return ok("%s, version %s.%s: machine pc, nvdimm, virtio blk, serial, rng, seccomp", path, version[1], version[2])
 }
 
 // loopCount is about 20 ms of native time: long against the cost of entering a

@@ -27,7 +27,7 @@ func (f files) read(path string) ([]byte, error) {
 	return []byte(text), nil
 }
 
-const allDevices = `name "virtio-pmem-pci", bus PCI
+const allDevices = `name "nvdimm"
 name "virtio-blk-pci", bus PCI
 name "virtio-serial-pci", bus PCI
 name "virtio-rng-pci", bus PCI
@@ -156,10 +156,10 @@ func TestEachThingThatCanBeWrongIsNamedWithItsFix(t *testing.T) {
 			"QEMU", Missing, "not in PATH", "apt-get install qemu-system-x86",
 		},
 		{
-			"a QEMU without virtio-pmem", func(h *Host, _ files) {
-				h.Output = replace(h.Output, allDevices, strings.ReplaceAll(allDevices, "virtio-pmem-pci", "x"))
+			"a QEMU without NVDIMMs", func(h *Host, _ files) {
+				h.Output = replace(h.Output, allDevices, strings.ReplaceAll(allDevices, "nvdimm", "x"))
 			},
-			"QEMU", Missing, "lacks virtio-pmem-pci", "apt-get install",
+			"QEMU", Missing, "lacks nvdimm", "apt-get install",
 		},
 		{
 			"a QEMU without seccomp", func(h *Host, _ files) {

@@ -65,7 +65,7 @@ const kernelCmdline = "console=ttyS0 quiet panic=-1 reboot=t mitigations=off ini
 	" nowatchdog audit=0 apparmor=0 cryptomgr.notests no_timer_check i8042.noaux i8042.nokbd tsc=reliable"
 
 // buildRecipe changes when the same inputs would give another template.
-const buildRecipe = 1
+const buildRecipe = 2
 
 // fill sets the defaults and checks the rest.
 func (b *BuildSpec) fill() error {

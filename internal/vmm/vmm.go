@@ -58,31 +58,15 @@ const (
 	KVM Accel = "kvm" // hardware virtualisation; see `agentzip doctor` for whether it is real
 )
 
-// A RootDevice is how the guest gets its root image. Both are /dev/pmem0 to it, both
-// do DAX, and the page cache of the image is what the guest reads in both.
-type RootDevice string
-
-const (
-	// VirtioPMEM needs the guest modules nd_virtio and virtio_pmem. QEMU (7.2) does not
-	// save its state: a flush of a clone is never answered, so the guest's own reboot
-	// and power-off, which flush all persistent memory, hang for ever.
-	VirtioPMEM RootDevice = "virtio-pmem"
-	// NVDIMM needs the guest module nd_e820 (and must not load nfit): Start adds a
-	// memmap= parameter to the kernel's command line. It has no queue and no state to
-	// lose: reboot and power-off of a clone work, and its VMM uses 0.5 MiB less.
-	NVDIMM RootDevice = "nvdimm"
-)
-
 // A Hardware is what the guest sees. A clone must have exactly the hardware its
 // template was booted with, or its device state does not load; store it in the
 // template's manifest.
 type Hardware struct {
-	Memory     units.Bytes `json:"memory"`     // guest memory; a multiple of 2 MiB
-	VCPUs      int         `json:"vcpus"`      // 0 means 1
-	Accel      Accel       `json:"accel"`      // "" means TCG
-	CPU        string      `json:"cpu"`        // QEMU's -cpu; "" means max (TCG) or host (KVM)
-	RootDevice RootDevice  `json:"rootDevice"` // "" means VirtioPMEM
-	Network    bool        `json:"network"`    // user-mode network to everywhere the host reaches; false: no network device at all
+	Memory  units.Bytes `json:"memory"`  // guest memory; a multiple of 2 MiB
+	VCPUs   int         `json:"vcpus"`   // 0 means 1
+	Accel   Accel       `json:"accel"`   // "" means TCG
+	CPU     string      `json:"cpu"`     // QEMU's -cpu; "" means max (TCG) or host (KVM)
+	Network bool        `json:"network"` // user-mode network to everywhere the host reaches; false: no network device at all
 }
 
 // A Spec describes one machine. The files stay the caller's: Start duplicates
@@ -95,8 +79,8 @@ type Spec struct {
 	// Memory is guest memory, of exactly Hardware.Memory bytes. Boot: an unsealed
 	// memfd, mapped shared. Clone: the template's sealed memfd, mapped privately.
 	Memory *os.File
-	// Root is the root image (virtio-pmem, read-only). Others must be able to
-	// read it (mode o+r), because an unprivileged VMM opens it again; nil: no pmem device.
+	// Root is the root image (an NVDIMM, /dev/pmem0 to the guest, read-only). Others must be able to
+	// read it (mode o+r), because an unprivileged VMM opens it again; nil: none.
 	Root *os.File
 	// Disk is the machine's own writable raw disk, opened read-write; nil: no disk.
 	Disk *os.File

@@ -45,7 +45,8 @@ type Kernel struct {
 	Package string   `json:"package"` // "linux-image-6.1.0-57-cloud-amd64"
 	Version string   `json:"version"` // Debian's version of the package
 	Release string   `json:"release"` // what uname -r says in the guest
-	Modules []string `json:"modules"` // file names in load order
+	Wanted  []string `json:"wanted"`  // the modules it was asked for, by kernel name
+	Modules []string `json:"modules"` // file names in load order, dependencies included
 	// Sums maps each file to its SHA-256, in hex.
 	Sums map[string]string `json:"sums"`
 
@@ -161,6 +162,9 @@ func load(ctx context.Context, dir string) (*Kernel, error) {
 	if err := json.Unmarshal(data, k); err != nil || k.Format != cacheFormat {
 		return nil, fmt.Errorf("%s: unreadable description: %w", dir, ErrDamaged)
 	}
+	if !slices.Equal(k.Wanted, wanted) {
+		return nil, fmt.Errorf("%s: has the modules of another AgentZip: %w", dir, ErrDamaged)
+	}
 	for file, want := range k.Sums {
 		if err := ctx.Err(); err != nil {
 			return nil, err
@@ -195,7 +199,7 @@ func fetch(ctx context.Context, pkg, version, dir, scratch string, report step.F
 	if err := tool.Run(ctx, tool.Command{Name: "dpkg-deb", Args: []string{"-x", debs[0], unpacked}}); err != nil {
 		return nil, fmt.Errorf("unpack package: %w", err)
 	}
-	k := &Kernel{Format: cacheFormat, Package: pkg, Version: version, Sums: map[string]string{}}
+	k := &Kernel{Format: cacheFormat, Package: pkg, Version: version, Wanted: wanted, Sums: map[string]string{}}
 	if err := k.collect(unpacked, out); err != nil {
 		return nil, err
 	}

@@ -148,3 +148,14 @@ func Mergeable(pid int, addr uint64) (bool, error) {
 	}
 	return false, fmt.Errorf("read flags of process %d: it has no mapping at %#x", pid, addr)
 }
+
+// SetRealtime gives the calling thread a first-in-first-out real-time priority (1 lowest,
+// 99 highest; sched(7)). It needs CAP_SYS_NICE and, in a cgroup v1 cpu controller, a
+// real-time budget. The caller has locked its goroutine to the thread.
+func SetRealtime(priority uint32) error {
+	attr := unix.SchedAttr{Size: unix.SizeofSchedAttr, Policy: unix.SCHED_FIFO, Priority: priority, Flags: unix.SCHED_FLAG_RESET_ON_FORK}
+	if err := unix.SchedSetAttr(0, &attr, 0); err != nil {
+		return os.NewSyscallError("sched_setattr", err)
+	}
+	return nil
+}

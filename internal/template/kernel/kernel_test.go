@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
+	"encoding/json"
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
@@ -98,18 +100,29 @@ func TestModulesThatAreMissingOrCircularAreNamed(t *testing.T) {
 func TestADamagedCacheIsNoticed(t *testing.T) {
 	dir := t.TempDir()
 	sum := sha256.Sum256([]byte("kernel"))
-	desc := `{"format":1,"package":"p","version":"1","release":"r","modules":[],"sums":{"vmlinuz":"` + hex.EncodeToString(sum[:]) + `"}}`
-	for file, data := range map[string]string{"vmlinuz": "kernel", "kernel.json": desc} {
+	write := func(file, data string) {
 		if err := os.WriteFile(filepath.Join(dir, file), []byte(data), 0o600); err != nil {
 			t.Fatal(err)
 		}
 	}
+	describe := func(modules []string) string {
+		list, err := json.Marshal(modules)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return `{"format":1,"package":"p","version":"1","release":"r","wanted":` + string(list) +
+			`,"modules":[],"sums":{"vmlinuz":"` + hex.EncodeToString(sum[:]) + `"}}`
+	}
+	write("vmlinuz", "kernel")
+	write("kernel.json", describe(append([]string{"another"}, wanted...)))
+	if _, err := load(t.Context(), dir); !errors.Is(err, ErrDamaged) {
+		t.Errorf("with the modules of another version: got %v, want %v", err, ErrDamaged)
+	}
+	write("kernel.json", describe(wanted))
 	if _, err := load(t.Context(), dir); err != nil {
 		t.Fatalf("intact: %v", err)
 	}
-	if err := os.WriteFile(filepath.Join(dir, "vmlinuz"), []byte("kernal"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	write("vmlinuz", "kernal")
 	if _, err := load(t.Context(), dir); err == nil {
 		t.Error("a changed kernel image was loaded")
 	}

@@ -22,6 +22,11 @@ import (
 // --max-calls says otherwise: real ones run to 200, for half an hour.
 const recordedCalls = 30
 
+// defaultGapScale stretches thinking times a little: emulation makes a call 10-20
+// times longer, so that at 1 a sandbox is busy for a third of the time where
+// recorded agents are for 2-31 %. Twice as much would not fit into six minutes.
+const defaultGapScale = 1.5
+
 // demoFlags are the flags of `demo`, as given.
 type demoFlags struct {
 	template     string
@@ -66,7 +71,7 @@ The last line of stdout is for scripts and keeps its form:
 	fl := cmd.Flags()
 	fl.StringVarP(&f.template, "template", "t", demoTemplate, "template to clone")
 	fl.IntVarP(&f.sandboxes, "sandboxes", "n", 4, "sandboxes at once")
-	fl.Float64Var(&f.gapScale, "gap-scale", 1, "multiply thinking times by this")
+	fl.Float64Var(&f.gapScale, "gap-scale", defaultGapScale, "multiply thinking times by this (1: as recorded)")
 	fl.DurationVar(&f.maxGap, "max-gap", time.Minute, "cut thinking times at this, before scaling (0: never)")
 	fl.IntVar(&f.maxCalls, "max-calls", 0, fmt.Sprintf("replay at most so many calls of each trajectory (0: all; of recorded ones %d)", recordedCalls))
 	fl.StringVar(&f.trajectories, "trajectories", "", "replay recorded trajectories: a .jsonl or .jsonl.gz file, or a folder of them")

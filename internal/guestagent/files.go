@@ -89,8 +89,10 @@ func (s *Server) download(w http.ResponseWriter, r *http.Request) {
 }
 
 // onlyReader and onlyWriter hide ReadFrom and WriteTo, which would bring their own buffers.
-type onlyReader struct{ io.Reader }
-type onlyWriter struct{ io.Writer }
+type (
+	onlyReader struct{ io.Reader }
+	onlyWriter struct{ io.Writer }
+)
 
 // upload is POST /files with the content as the body.
 func (s *Server) upload(w http.ResponseWriter, r *http.Request) {

@@ -74,20 +74,18 @@ func (l *Listener) Accept() (net.Conn, error) {
 	_ = l.port.SetWriteDeadline(time.Time{})
 	l.writing.Unlock()
 	_ = l.port.SetReadDeadline(time.Time{})
-	for {
-		nonce, err := l.awaitNonce()
-		if err != nil {
-			return nil, l.acceptError(err)
-		}
-		l.session = make(chan struct{})
-		c := &sessionConn{l: l, done: l.session}
-		welcome := link.Welcome()
-		if _, err := c.Write(append(welcome[:], nonce...)); err != nil {
-			_ = c.Close()
-			return nil, l.acceptError(err)
-		}
-		return c, nil
+	nonce, err := l.awaitNonce()
+	if err != nil {
+		return nil, l.acceptError(err)
 	}
+	l.session = make(chan struct{})
+	c := &sessionConn{l: l, done: l.session}
+	welcome := link.Welcome()
+	if _, err := c.Write(append(welcome[:], nonce...)); err != nil {
+		_ = c.Close()
+		return nil, l.acceptError(err)
+	}
+	return c, nil
 }
 
 func (l *Listener) acceptError(err error) error {

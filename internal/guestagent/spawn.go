@@ -3,6 +3,7 @@ package guestagent
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -31,9 +32,7 @@ type launch struct {
 func environment(a Account, global, own map[string]string) []string {
 	vars := map[string]string{"PATH": os.Getenv("PATH"), "HOME": a.Home, "USER": a.Name, "LOGNAME": a.Name}
 	for _, more := range []map[string]string{global, own} {
-		for k, v := range more {
-			vars[k] = v
-		}
+		maps.Copy(vars, more)
 	}
 	env := make([]string, 0, len(vars))
 	for k, v := range vars {

@@ -35,6 +35,7 @@ func benchPages(b *testing.B) ([]sample, *Dictionary) {
 
 // report turns the figures of b into those of a page.
 func report(b *testing.B, pages, bytes int) {
+	b.Helper()
 	b.ReportMetric(0, "ns/op")
 	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(pages), "ns/page")
 	if bytes >= 0 {

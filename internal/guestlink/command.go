@@ -67,11 +67,11 @@ func (c *Client) Run(ctx context.Context, cmd Command, stdout, stderr io.Writer)
 		defer close(watch)
 		select {
 		case <-ctx.Done():
-			r.abandon(cancel)
+			r.abandon(cancel) //nolint:contextcheck // ctx has ended; the kill needs one that has not
 		case <-streamCtx.Done():
 		}
 	}()
-	exit, err := r.follow(req, cmd.Stdin)
+	exit, err := r.follow(req, cmd.Stdin) //nolint:contextcheck // the stream has its own, see above
 	cancel()
 	<-watch
 	if r.abandoned || (err != nil && ctx.Err() != nil) {
@@ -131,7 +131,7 @@ func (r *run) follow(req *connect.Request[pb.StartRequest], stdin io.Reader) (Ex
 	if err != nil {
 		return Exit{}, err
 	}
-	defer stream.Close()
+	defer func() { _ = stream.Close() }()
 	var end *pb.ProcessEvent_EndEvent
 	var input *feeder
 	defer func() { input.stop() }()

@@ -293,7 +293,7 @@ func TestACallerThatLeavesTakesItsCommandAlong(t *testing.T) {
 			if took := time.Since(begin); took > 3*time.Second {
 				t.Errorf("took %v", took)
 			}
-			for _, pid := range strings.Fields(out.String()) {
+			for pid := range strings.FieldsSeq(out.String()) {
 				awaitDeath(t, pid)
 			}
 			if got := output(t, c, "echo next"); got != "next\n" {

@@ -266,7 +266,6 @@ type guest struct {
 	home   string
 	seal   string // the agent's SealFile
 	server *guestagent.Server
-	served chan error
 	end    func() // ends the agent, once
 }
 

@@ -52,7 +52,7 @@ func open(ctx context.Context, conn net.Conn) (*session, error) {
 	}
 	cc, err := transport.NewClientConn(ctx, "http", "guest:80")
 	if err != nil {
-		rc.Close()
+		_ = rc.Close()
 		return nil, fmt.Errorf("%w: begin HTTP/2: %w", ErrLinkDown, err)
 	}
 	return &session{conn: rc, http: cc}, nil

@@ -46,8 +46,12 @@ func TestBothWaysToFindPrivatePagesAgree(t *testing.T) {
 	}
 	defer pm.Close()
 	start := address(data)
-	want := []Run{{Addr: start + units.PageSize, Pages: 3}, {Addr: start + 10*units.PageSize, Pages: 1},
-		{Addr: start + 31*units.PageSize, Pages: 2}, {Addr: start + 63*units.PageSize, Pages: 1}}
+	want := []Run{
+		{Addr: start + units.PageSize, Pages: 3},
+		{Addr: start + 10*units.PageSize, Pages: 1},
+		{Addr: start + 31*units.PageSize, Pages: 2},
+		{Addr: start + 63*units.PageSize, Pages: 1},
+	}
 	for name, find := range map[string]func(uint64, uint64, func(Run) bool) error{"PAGEMAP_SCAN": pm.scan, "entries": pm.walk, "either": pm.Private} {
 		var got []Run
 		err := find(start, start+uint64(len(data)), func(r Run) bool { got = append(got, r); return true })

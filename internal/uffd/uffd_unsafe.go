@@ -42,7 +42,7 @@ const (
 const (
 	ioNew          = 0xAA00
 	ioAPI          = 3<<30 | 24<<16 | 0xAA<<8 | 0x3F
-	ioRegister     = 3<<30 | 32<<16 | 0xAA<<8 | 0x00
+	ioRegister     = 3<<30 | 32<<16 | 0xAA<<8 // number 0
 	ioWake         = 2<<30 | 16<<16 | 0xAA<<8 | 0x02
 	ioCopy         = 3<<30 | 40<<16 | 0xAA<<8 | 0x03
 	ioZeropage     = 3<<30 | 32<<16 | 0xAA<<8 | 0x04

@@ -220,7 +220,7 @@ func TestAFloodOfTheConsoleIsBounded(t *testing.T) {
 // fakeQEMU returns an executable that any user can run and that does what body says.
 func fakeQEMU(t *testing.T, body string) string {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "agentzip-fake-") // not below t.TempDir: others may not enter that
+	dir, err := os.MkdirTemp("", "agentzip-fake-") //nolint:usetesting // others may not enter t.TempDir
 	if err != nil {
 		t.Fatal(err)
 	}

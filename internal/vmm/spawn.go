@@ -73,7 +73,7 @@ func (h *Host) start(ctx context.Context, s Spec) (*machine, error) {
 
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
-	defer context.AfterFunc(h.ctx, cancel)()
+	defer context.AfterFunc(h.ctx, cancel)() //nolint:contextcheck // ends with the Host too
 	born := time.Now()
 	pl, err := m.spawn()
 	if err == nil {

@@ -95,27 +95,27 @@ func mix(x uint64) uint64 {
 }
 
 // Image makes a sealed image of n frames with the content of Base.
-func Image(t testing.TB, n int) *guestmem.Image {
-	t.Helper()
+func Image(tb testing.TB, n int) *guestmem.Image {
+	tb.Helper()
 	im, err := guestmem.NewImage(units.Bytes(n) * units.PageSize)
 	if err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
-	t.Cleanup(func() {
+	tb.Cleanup(func() {
 		if err := im.Close(); err != nil {
-			t.Error(err)
+			tb.Error(err)
 		}
 	})
 	for f := range n {
 		if _, err := im.File().WriteAt(Base(units.Frame(f))[:], units.Frame(f).Offset()); err != nil {
-			t.Fatal(err)
+			tb.Fatal(err)
 		}
 	}
 	if err := im.PunchZeroPages(); err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
 	if err := im.Seal(); err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
 	return im
 }
@@ -132,54 +132,54 @@ type VM struct {
 
 // Start runs a fake VMM on im with n channels, past its shim's Go. env is added to its
 // environment.
-func Start(t testing.TB, im *guestmem.Image, n int, env ...string) *VM {
-	t.Helper()
-	vm := StartWaiting(t, im, n, env...)
+func Start(tb testing.TB, im *guestmem.Image, n int, env ...string) *VM {
+	tb.Helper()
+	vm := StartWaiting(tb, im, n, env...)
 	if err := vm.Shim.Go(); err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
-	vm.WaitReady(t)
+	vm.WaitReady(tb)
 	return vm
 }
 
 // WaitReady waits until every channel's thread of a VMM after Go is there.
-func (vm *VM) WaitReady(t testing.TB) {
-	t.Helper()
+func (vm *VM) WaitReady(tb testing.TB) {
+	tb.Helper()
 	for _, c := range vm.Channels {
 		var ready [1]byte
 		if _, err := io.ReadFull(c.conn, ready[:]); err != nil {
-			t.Fatal(err)
+			tb.Fatal(err)
 		}
 	}
 }
 
 // StartWaiting is Start without Go.
-func StartWaiting(t testing.TB, im *guestmem.Image, n int, env ...string) *VM {
-	t.Helper()
-	shimHost, shimVM := pair(t, unix.SOCK_SEQPACKET)
+func StartWaiting(tb testing.TB, im *guestmem.Image, n int, env ...string) *VM {
+	tb.Helper()
+	shimHost, shimVM := pair(tb, unix.SOCK_SEQPACKET)
 	dev, err := os.OpenFile("/dev/userfaultfd", os.O_RDWR, 0)
 	if err != nil {
-		t.Skipf("a userfaultfd is needed: %v", err)
+		tb.Skipf("a userfaultfd is needed: %v", err)
 	}
 	defer dev.Close() //nolint:errcheck // only passed on
-	cmd := exec.Command(built.vmm, "5", strconv.FormatInt(int64(im.Size()), 10))
+	cmd := exec.CommandContext(context.WithoutCancel(tb.Context()), built.vmm, "5", strconv.FormatInt(int64(im.Size()), 10))
 	cmd.ExtraFiles = []*os.File{shimVM, dev, im.File()}
 	cmd.Env = append(os.Environ(), "LD_PRELOAD="+built.shim, guestmem.ShimFDEnv+"=3", guestmem.UffdFDEnv+"=4")
 	cmd.Env = append(cmd.Env, env...)
 	cmd.Stderr = os.Stderr
 	vm := &VM{cmd: cmd, done: make(chan struct{})}
 	for i := range n {
-		host, child := pair(t, unix.SOCK_STREAM)
+		host, child := pair(tb, unix.SOCK_STREAM)
 		cmd.ExtraFiles = append(cmd.ExtraFiles, child)
 		cmd.Args = append(cmd.Args, strconv.Itoa(6+i))
-		c := &Channel{conn: conn(t, host)}
+		c := &Channel{conn: conn(tb, host)}
 		if err := c.SetDeadline(time.Now().Add(hang)); err != nil {
-			t.Fatal(err)
+			tb.Fatal(err)
 		}
 		vm.Channels = append(vm.Channels, c)
 	}
 	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
 	for i, f := range cmd.ExtraFiles {
 		if i != 2 {
@@ -191,7 +191,7 @@ func StartWaiting(t testing.TB, im *guestmem.Image, n int, env ...string) *VM {
 		defer close(vm.done)
 		_ = cmd.Wait()
 	}()
-	t.Cleanup(func() {
+	tb.Cleanup(func() {
 		vm.Kill()
 		for _, c := range vm.Channels {
 			_ = c.conn.Close()
@@ -200,9 +200,9 @@ func StartWaiting(t testing.TB, im *guestmem.Image, n int, env ...string) *VM {
 			_ = vm.Shim.Close()
 		}
 	})
-	vm.Shim, err = guestmem.AcceptShim(conn(t, shimHost))
+	vm.Shim, err = guestmem.AcceptShim(conn(tb, shimHost))
 	if err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
 	return vm
 }
@@ -223,27 +223,27 @@ func (vm *VM) Done() <-chan struct{} { return vm.done }
 // ExitCode returns the exit code of a process that is Done.
 func (vm *VM) ExitCode() int { return vm.cmd.ProcessState.ExitCode() }
 
-func pair(t testing.TB, kind int) (host, child *os.File) {
-	t.Helper()
+func pair(tb testing.TB, kind int) (host, child *os.File) {
+	tb.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, kind|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
 	return os.NewFile(uintptr(fds[0]), "host"), os.NewFile(uintptr(fds[1]), "child")
 }
 
-func conn(t testing.TB, f *os.File) *net.UnixConn {
-	t.Helper()
+func conn(tb testing.TB, f *os.File) *net.UnixConn {
+	tb.Helper()
 	c, err := net.FileConn(f)
 	if err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
 	if err := f.Close(); err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
 	uc, ok := c.(*net.UnixConn)
 	if !ok {
-		t.Fatalf("%T is no Unix socket", c)
+		tb.Fatalf("%T is no Unix socket", c)
 	}
 	return uc
 }

@@ -262,7 +262,8 @@ func (c *Client) readAll(r *bufio.Reader) error {
 func (c *Client) deliver(id uint64, a answer) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.answer == nil || (id != c.waiting && !(id == 0 && a.err != nil)) {
+	complaint := id == 0 && a.err != nil
+	if c.answer == nil || (id != c.waiting && !complaint) {
 		return
 	}
 	c.answer <- a

@@ -53,6 +53,7 @@ func (r *Run) spawnGuard() (*exec.Cmd, *os.File, error) {
 	if err != nil {
 		return nil, nil, err
 	}
+	//nolint:noctx // it must outlive us
 	cmd := exec.Command(r.guardArgs[0], append(r.guardArgs[1:len(r.guardArgs):len(r.guardArgs)], r.dir)...)
 	cmd.Stdin = in
 	cmd.Dir = "/"

@@ -29,7 +29,7 @@ func (d *Daemon) Fleets(o FleetOptions) bench.FleetFactory {
 	return func(_ context.Context, mode bench.Mode) (bench.Fleet, error) {
 		f := &fleet{daemon: d, opts: o}
 		if mode == bench.On {
-			c, err := d.NewCohort()
+			c, err := d.NewCohort() //nolint:contextcheck // it trains until Close, not until this call ends
 			if err != nil {
 				return nil, err
 			}

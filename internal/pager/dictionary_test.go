@@ -44,7 +44,7 @@ func TestPagesKeepTheDictionaryThatEncodedThemUntilTheLastIsGone(t *testing.T) {
 	}
 	first := train(1)
 	want := map[units.Frame]*units.Page{}
-	for f := units.Frame(0); f < 200; f++ {
+	for f := range units.Frame(200) {
 		want[f] = dialectPage(1, uint64(f)+99)
 		r.write(f, want[f])
 	}

@@ -135,12 +135,20 @@ func TestAFailureThatNobodyCanRepairKillsTheSandboxByName(t *testing.T) {
 		{"drop fails", "guestmem.drop", func(r *rig) { r.write(7, textPage(1)) }, evict, []string{"drop"}, false},
 		{"markers cannot be cleared", "guestmem.unprotect", func(r *rig) { r.write(7, textPage(1)) }, evict, []string{"markers", "frame 7"}, false},
 		{"kept page cannot be unprotected", "guestmem.unprotect", func(r *rig) { r.write(7, randomPage(1)) }, evict, []string{"unprotect", "frame 7"}, false},
-		{"clean page cannot be unprotected", "guestmem.unprotect", func(r *rig) { evicted7(r); r.read(7) },
-			func(r *rig) { _ = r.vm.Channels[0].Poke(7, 0, 1) }, nil, false},
-		{"restored page is damaged", "pager.corrupt", evicted7, func(r *rig) { _, _ = r.pager.Restore(context.Background(), reads(7)) },
-			[]string{"frame 7", "encoder"}, true},
-		{"restored page cannot be installed", "guestmem.copy", evicted7, func(r *rig) { _, _ = r.pager.Restore(context.Background(), reads(7)) },
-			[]string{"install frame 7"}, false},
+		{
+			"clean page cannot be unprotected", "guestmem.unprotect", func(r *rig) { evicted7(r); r.read(7) },
+			func(r *rig) { _ = r.vm.Channels[0].Poke(7, 0, 1) }, nil, false,
+		},
+		{
+			"restored page is damaged", "pager.corrupt", evicted7, func(r *rig) { _, _ = r.pager.Restore(context.Background(), reads(7)) },
+			[]string{"frame 7", "encoder"},
+			true,
+		},
+		{
+			"restored page cannot be installed", "guestmem.copy", evicted7, func(r *rig) { _, _ = r.pager.Restore(context.Background(), reads(7)) },
+			[]string{"install frame 7"},
+			false,
+		},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			r := newRig(t, 64, 1).serve()
@@ -346,8 +354,11 @@ func TestWrongOptionsAreRefused(t *testing.T) {
 	defer p.Close()
 	var got []string
 	for _, o := range []Options{
-		{Image: im, Pool: p}, {Guest: g, Pool: p}, {Guest: g, Image: im},
-		{Guest: g, Image: other, Pool: p}, {Guest: g, Image: im, Pool: p, FaultAround: 3},
+		{Image: im, Pool: p},
+		{Guest: g, Pool: p},
+		{Guest: g, Image: im},
+		{Guest: g, Image: other, Pool: p},
+		{Guest: g, Image: im, Pool: p, FaultAround: 3},
 	} {
 		_, err := New(o)
 		if err == nil {
@@ -355,8 +366,10 @@ func TestWrongOptionsAreRefused(t *testing.T) {
 		}
 		got = append(got, strings.TrimPrefix(err.Error(), "create pager: "))
 	}
-	want := []string{"guest, image and pool are required", "guest, image and pool are required", "guest, image and pool are required",
-		"the guest has 16 pages, its image 32", "fault-around of 3 pages is not a power of two up to 512"}
+	want := []string{
+		"guest, image and pool are required", "guest, image and pool are required", "guest, image and pool are required",
+		"the guest has 16 pages, its image 32", "fault-around of 3 pages is not a power of two up to 512",
+	}
 	if d := cmp.Diff(want, got); d != "" {
 		t.Errorf("errors (-want +got):\n%s", d)
 	}

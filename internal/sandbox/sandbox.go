@@ -188,7 +188,7 @@ func (s *Sandbox) start(ctx context.Context) error {
 	s.rhythm = policy.NewRhythm(time.Now(), 0, 0)
 	s.mu.Unlock()
 	if s.pager != nil {
-		breath, stop := context.WithCancel(context.Background())
+		breath, stop := context.WithCancel(context.WithoutCancel(ctx)) // lives until Close
 		s.stopBreath = stop
 		s.background.Go(func() { s.breathe(breath) })
 	}

@@ -24,7 +24,7 @@ const (
 	warmUpLimit = 20 * time.Minute
 	// helloLimit is one try to reach the agent; before it runs nobody answers.
 	helloLimit = 2 * time.Second
-	// tailLimit is how much of a failed command's output, or of the console, an error shows.
+	// tailLimit is how much of a failed command's output an error shows.
 	tailLimit = 2 << 10
 )
 
@@ -69,7 +69,7 @@ func (b *build) runGuest(ctx context.Context, im *guestmem.Image) error {
 	go func() {
 		select {
 		case <-m.Done():
-			cancel(fmt.Errorf("guest ended: %s; console: %s", m.Exit(), tail(m.Console())))
+			cancel(fmt.Errorf("guest ended (%s): %s", m.Exit().Cause, b.explainConsole(m.Console())))
 		case <-alive.Done():
 		}
 	}()
@@ -163,7 +163,7 @@ func (b *build) awaitAgent(ctx context.Context, link *guestlink.Client, m vmm.Ma
 			return health, context.Cause(ctx)
 		}
 		if time.Now().After(limit) || errors.Is(err, guestlink.ErrLinkDown) {
-			return health, fmt.Errorf("wait for the guest agent (%w); the console's last lines:\n%s", err, tail(m.Console()))
+			return health, fmt.Errorf("the guest agent does not answer: %s: %w", b.explainConsole(m.Console()), err)
 		}
 	}
 }

@@ -40,8 +40,7 @@ type BuildSpec struct {
 	WarmUp []string
 	// WorkDir is where warm-up commands start; "" means the user's home.
 	WorkDir string
-	// Agent is the path of the guest agent's binary; "" means agentzip-guest in
-	// $AGENTZIP_LIBDIR or beside this executable.
+	// Agent is the path of the guest agent's binary.
 	Agent string
 	// Launcher boots the template once.
 	Launcher Launcher
@@ -96,31 +95,9 @@ func (b *BuildSpec) fill() error {
 		b.WorkDir = "/" + rootfs.UserHome
 	}
 	if b.Agent == "" {
-		agent, err := findAgent()
-		if err != nil {
-			return err
-		}
-		b.Agent = agent
+		return fmt.Errorf("build template %s: no agentzip-guest: run `make build`, or set AGENTZIP_LIBDIR to the folder that has agentzip-guest", b.Name)
 	}
 	return nil
-}
-
-// findAgent looks for the guest agent where `make` puts it.
-func findAgent() (string, error) {
-	const name = "agentzip-guest"
-	var dirs []string
-	if d := os.Getenv("AGENTZIP_LIBDIR"); d != "" {
-		dirs = append(dirs, d)
-	}
-	if exe, err := os.Executable(); err == nil {
-		dirs = append(dirs, filepath.Dir(exe))
-	}
-	for _, d := range dirs {
-		if _, err := os.Stat(filepath.Join(d, name)); err == nil {
-			return filepath.Join(d, name), nil
-		}
-	}
-	return "", fmt.Errorf("no %s in %v: run `make build`, or set AGENTZIP_LIBDIR to the folder that has it", name, dirs)
 }
 
 // A build is one run of Build. Owned by its goroutine.

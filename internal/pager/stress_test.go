@@ -33,8 +33,10 @@ func TestAGuestThatWritesWhileItIsEvictedKeepsEveryByte(t *testing.T) {
 		rounds += r.hammer(frames, time.Second, r.disturb)
 		s = r.pager.Stats()
 		r.close()
-		for name, n := range map[string]uint64{"encoded": s.Encoded, "zeros": s.Zeros, "equal": s.Equal, "clean": s.Clean, "kept": s.Kept, "cancelled": s.Cancelled,
-			"dirtied": s.Dirtied, "write faults": s.WriteFaults, "prefetched": uint64(s.Prefetched.Count), "template": uint64(s.Template.Count), "zero": uint64(s.Zero.Count)} {
+		for name, n := range map[string]uint64{
+			"encoded": s.Encoded, "zeros": s.Zeros, "equal": s.Equal, "clean": s.Clean, "kept": s.Kept, "cancelled": s.Cancelled,
+			"dirtied": s.Dirtied, "write faults": s.WriteFaults, "prefetched": uint64(s.Prefetched.Count), "template": uint64(s.Template.Count), "zero": uint64(s.Zero.Count),
+		} {
 			reached[name] += n
 		}
 	}

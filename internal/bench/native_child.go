@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agentzip/agentzip/internal/guestagent/boot"
 )
 
 // warmUpBudget bounds the untimed first pass that fills the page cache.
@@ -94,7 +96,7 @@ func (j *jail) prepare(image string) error {
 	if err := unix.Mount(dev.Name(), lower, "ext4", unix.MS_RDONLY|unix.MS_NODEV|unix.MS_NOSUID, "noload"); err != nil {
 		return fmt.Errorf("mount root image %s: %w", image, err)
 	}
-	if err := loopbackUp(); err != nil {
+	if err := boot.RaiseLoopback(); err != nil { // tests talk to themselves in the empty network namespace
 		return fmt.Errorf("bring up loopback: %w", err)
 	}
 	return nil
@@ -129,21 +131,6 @@ func attachLoop(f *os.File) (*os.File, error) {
 		}
 	}
 	return nil, errors.New("attach root image: all loop devices were taken meanwhile")
-}
-
-// loopbackUp lets tests talk to themselves in the empty network namespace.
-func loopbackUp() error {
-	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return err
-	}
-	defer unix.Close(fd)
-	req, err := unix.NewIfreq("lo")
-	if err != nil {
-		return err
-	}
-	req.SetUint16(unix.IFF_UP | unix.IFF_RUNNING)
-	return unix.IoctlIfreq(fd, unix.SIOCSIFFLAGS, req)
 }
 
 // fresh replaces the overlay by an empty one.

@@ -29,16 +29,7 @@ func (c *Client) Upload(ctx context.Context, path, user string, r io.Reader) err
 		return fmt.Errorf("%s: %w", what, err)
 	}
 	req.Header.Set("Content-Type", "application/octet-stream")
-	resp, err := c.HTTPClient().Do(req)
-	if err != nil {
-		return c.describe(ctx, what, err)
-	}
-	defer resp.Body.Close()
-	if err := fileStatus(resp); err != nil {
-		return fmt.Errorf("%s: %w", what, err)
-	}
-	_, err = io.Copy(io.Discard, resp.Body)
-	return c.describe(ctx, what, err)
+	return c.exchange(req, what, io.Discard)
 }
 
 // Download writes the content of path in the guest to w. After an error w has
@@ -49,16 +40,21 @@ func (c *Client) Download(ctx context.Context, path, user string, w io.Writer) e
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
+	return c.exchange(req, what, w)
+}
+
+// exchange sends a request about a file and copies the answer's body to w.
+func (c *Client) exchange(req *http.Request, what string, w io.Writer) error {
 	resp, err := c.HTTPClient().Do(req)
 	if err != nil {
-		return c.describe(ctx, what, err)
+		return c.describe(req.Context(), what, err)
 	}
 	defer resp.Body.Close()
 	if err := fileStatus(resp); err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
 	_, err = io.Copy(w, resp.Body)
-	return c.describe(ctx, what, err)
+	return c.describe(req.Context(), what, err)
 }
 
 func fileURL(path, user string) string {

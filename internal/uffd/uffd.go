@@ -163,6 +163,23 @@ func (f *FD) Read(events []Event) (int, error) {
 // this is a kernel that will never agree, and must not hang a fault thread.
 const retries = 10_000
 
+// repeat calls step, which says how far it came, until length is done: the kernel stops
+// early when it is interrupted or the address space changes. step does not escape, so
+// nothing is allocated on the fault path.
+func repeat(length uint64, step func(done uint64) (int64, unix.Errno)) (done uint64, err error) {
+	for try := 0; done < length; try++ {
+		n, errno := step(done)
+		if n > 0 {
+			done += uint64(n)
+			continue
+		}
+		if errno != unix.EAGAIN || try >= retries {
+			return done, gone(errno)
+		}
+	}
+	return done, nil
+}
+
 // Copy installs the pages in src at addr, write-protected if protect is set, and
 // wakes who waits for them. done is how many bytes were installed, also when err
 // is not nil; on an error nobody who waits for the rest is woken.
@@ -171,50 +188,21 @@ func (f *FD) Copy(addr uint64, src []byte, protect bool) (done int, err error) {
 	if protect {
 		mode = copyModeWP
 	}
-	for try := 0; done < len(src); try++ {
-		n, errno := f.copy(addr+uint64(done), src[done:], mode)
-		if n > 0 {
-			done += int(n)
-			continue
-		}
-		if errno != unix.EAGAIN || try >= retries {
-			return done, gone(errno)
-		}
-	}
-	return done, nil
+	n, err := repeat(uint64(len(src)), func(done uint64) (int64, unix.Errno) { return f.copy(addr+done, src[done:], mode) })
+	return int(n), err
 }
 
 // Continue maps the page cache's pages of [addr, addr+length) and wakes who waits
 // for them. done and err are as for Copy.
 func (f *FD) Continue(addr, length uint64) (done uint64, err error) {
-	for try := 0; done < length; try++ {
-		n, errno := f.cont(addr+done, length-done)
-		if n > 0 {
-			done += uint64(n)
-			continue
-		}
-		if errno != unix.EAGAIN || try >= retries {
-			return done, gone(errno)
-		}
-	}
-	return done, nil
+	return repeat(length, func(done uint64) (int64, unix.Errno) { return f.cont(addr+done, length-done) })
 }
 
 // ZeroPage maps the shared zero page in [addr, addr+length) and wakes who waits.
 // A later write copies it without any event. done and err are as for Copy. A
 // write-protect marker left in the page table counts as a mapped page.
 func (f *FD) ZeroPage(addr, length uint64) (done uint64, err error) {
-	for try := 0; done < length; try++ {
-		n, errno := f.zeropage(addr+done, length-done)
-		if n > 0 {
-			done += uint64(n)
-			continue
-		}
-		if errno != unix.EAGAIN || try >= retries {
-			return done, gone(errno)
-		}
-	}
-	return done, nil
+	return repeat(length, func(done uint64) (int64, unix.Errno) { return f.zeropage(addr+done, length-done) })
 }
 
 // Protect write-protects [addr, addr+length): each later write raises an event

@@ -15,7 +15,7 @@ func settle() {
 	mountVolatile()
 	linkStandardFiles()
 	nameHost()
-	if err := raiseLoopback(); err != nil {
+	if err := RaiseLoopback(); err != nil {
 		say("raise loopback: %v", err)
 	}
 	limitResources()
@@ -95,8 +95,9 @@ func nameHost() {
 	}
 }
 
-// raiseLoopback is "ip link set lo up"; the kernel adds 127.0.0.1 by itself.
-func raiseLoopback() error {
+// RaiseLoopback is "ip link set lo up"; the kernel adds 127.0.0.1 by itself. The replay of
+// calls without a VM needs it too.
+func RaiseLoopback() error {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return err

@@ -116,7 +116,8 @@ func (l layout) args() []string {
 			"-add-fd", fmt.Sprintf("set=%d,fd=%d", diskSet, fdDisk),
 			"-blockdev", fmt.Sprintf("driver=file,node-name=diskfile,filename=/dev/fdset/%d,aio=threads,cache.direct=off,cache.no-flush=on,discard=unmap,locking=off,auto-read-only=off", diskSet),
 			"-blockdev", "driver=raw,node-name=disk,file=diskfile,cache.direct=off,cache.no-flush=on,discard=unmap,detect-zeroes=off",
-			"-device", "virtio-blk-pci,drive=disk,discard=on,write-zeroes=on")
+			// QEMU's default would stop the machine, for ever, when the host's disk is full.
+			"-device", "virtio-blk-pci,drive=disk,discard=on,write-zeroes=on,werror=report,rerror=report")
 	}
 	if l.hw.Network {
 		a = append(a, "-netdev", "user,id=net,restrict=off", "-device", "virtio-net-pci,netdev=net,romfile=")

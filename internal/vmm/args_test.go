@@ -60,6 +60,7 @@ func TestNoVMMGetsDirectIOOrAWritableTemplate(t *testing.T) {
 	for _, good := range []string{
 		"-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny", "aio=threads,cache.direct=off",
 		"mem-path=/proc/self/fd/6,share=off", "mem-path=/proc/self/fd/7,share=on,readonly=on", "-no-reboot", "-nodefaults",
+		"werror=report,rerror=report",
 	} {
 		if !strings.Contains(all, good) {
 			t.Errorf("the command line lacks %s", good)

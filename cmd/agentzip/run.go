@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -23,12 +24,19 @@ const runFailed = 125
 // timedOut is the exit code of a command that --timeout ended, as for timeout(1).
 const timedOut = 124
 
-// signalBase is added to a signal's number, as shells do; the guest tells the
-// signal by name only, so this table covers what ends processes.
-var signalCodes = map[string]int{
-	"hangup": 129, "interrupt": 130, "quit": 131, "illegal instruction": 132, "trace/breakpoint trap": 133,
-	"aborted": 134, "bus error": 135, "floating point exception": 136, "killed": 137,
-	"segmentation fault": 139, "broken pipe": 141, "alarm clock": 142, "terminated": 143,
+// signalBase is added to a signal's number, as shells do.
+const signalBase = 128
+
+// signalNumber finds a signal by the name that the guest tells, which is that of
+// os.ProcessState; 0 if there is none. The guest runs on our own architecture.
+func signalNumber(name string) int {
+	name = strings.TrimSuffix(name, " (core dumped)")
+	for n := 1; n <= 64; n++ {
+		if syscall.Signal(n).String() == name {
+			return n
+		}
+	}
+	return 0
 }
 
 // runFlags are the flags of `run`, as given.
@@ -156,8 +164,8 @@ func commandCode(e guestlink.Exit) int {
 	case e.TimedOut:
 		return timedOut
 	case e.Signal != "":
-		if code, ok := signalCodes[e.Signal]; ok {
-			return code
+		if n := signalNumber(e.Signal); n != 0 {
+			return signalBase + n
 		}
 		return runFailed
 	case e.Code < 0:

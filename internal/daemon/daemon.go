@@ -103,12 +103,15 @@ func (d *Daemon) Close() error {
 	d.stop()
 	d.service.Wait()
 	d.mu.Lock()
-	defer d.mu.Unlock()
-	for _, l := range d.templates {
-		<-l.ready
-		errs = append(errs, l.close())
-	}
+	templates := d.templates
 	d.templates = nil
+	d.mu.Unlock()
+	for _, l := range templates {
+		<-l.ready // a load under way that fails takes mu first
+		if l.err == nil {
+			errs = append(errs, l.close())
+		}
+	}
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("close daemon: %w", err)
 	}
@@ -118,6 +121,10 @@ func (d *Daemon) Close() error {
 // Template verifies and loads a template; later calls share its memory.
 func (d *Daemon) Template(ctx context.Context, name string) (*template.Template, sandbox.Template, error) {
 	d.mu.Lock()
+	if d.templates == nil {
+		d.mu.Unlock()
+		return nil, sandbox.Template{}, fmt.Errorf("load template %s: the daemon is closed", name)
+	}
 	l := d.templates[name]
 	first := l == nil
 	if first {

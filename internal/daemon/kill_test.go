@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -301,4 +302,30 @@ func TestTenSandboxesStartedAndClosedLeaveNoDescriptorAndNoThread(t *testing.T) 
 	if st := c.pool.Stats(); st.Entries != 0 {
 		t.Errorf("the pool still has %d entries of closed sandboxes", st.Entries)
 	}
+}
+
+func TestADaemonClosesWhileLoadsOfTemplatesFail(t *testing.T) {
+	d := openDaemon(t, 0)
+	var loads sync.WaitGroup
+	for range 4 {
+		loads.Go(func() {
+			for {
+				_, _, err := d.Template(t.Context(), "is-not-there")
+				if err == nil || strings.Contains(err.Error(), "the daemon is closed") {
+					return
+				}
+			}
+		})
+	}
+	closed := make(chan error, 1)
+	go func() { closed <- d.Close() }()
+	select {
+	case err := <-closed:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatal("Close waits for a load that waits for Close")
+	}
+	loads.Wait()
 }

@@ -24,6 +24,8 @@ const (
 	warmUpLimit = 20 * time.Minute
 	// helloLimit is one try to reach the agent; before it runs nobody answers.
 	helloLimit = 2 * time.Second
+	// deathGrace is how long a broken link may precede the VMM's end. Reaping takes milliseconds.
+	deathGrace = 2 * time.Second
 	// tailLimit is how much of a failed command's output an error shows.
 	tailLimit = 2 << 10
 )
@@ -159,10 +161,17 @@ func (b *build) awaitAgent(ctx context.Context, link *guestlink.Client, m vmm.Ma
 		if err == nil {
 			return health, nil
 		}
+		down := errors.Is(err, guestlink.ErrLinkDown)
+		if down { // the VMM's end, which says why, is known a moment later
+			select {
+			case <-ctx.Done():
+			case <-time.After(deathGrace):
+			}
+		}
 		if ctx.Err() != nil {
 			return health, context.Cause(ctx)
 		}
-		if time.Now().After(limit) || errors.Is(err, guestlink.ErrLinkDown) {
+		if down || time.Now().After(limit) {
 			return health, fmt.Errorf("the guest agent does not answer: %s: %w", b.explainConsole(m.Console()), err)
 		}
 	}

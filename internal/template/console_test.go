@@ -4,6 +4,8 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+
+	"github.com/agentzip/agentzip/internal/units"
 )
 
 func TestLastWordsAreTheCauseAndNotTheCallTrace(t *testing.T) {
@@ -24,7 +26,7 @@ func TestLastWordsAreTheCauseAndNotTheCallTrace(t *testing.T) {
 		},
 		{"an agent that hangs", "agentzip-guest: waiting for the port\r\n\r\n", "agentzip-guest: waiting for the port"},
 		{"a guest that says something else", "SeaBIOS\r\nNo bootable device.\r\n", "No bootable device."},
-		{"a guest that says nothing", "\r\n", "its console is empty"},
+		{"a guest that says nothing", "\r\n", ""},
 		{"bytes that are no text", "\xff\xfe broken\r\n", "? broken"},
 	} {
 		if got := lastWords([]byte(tt.console)); got != tt.want {
@@ -43,6 +45,10 @@ func TestAFailedBootNamesTheFileWithTheWholeConsole(t *testing.T) {
 	}
 	if got, err := os.ReadFile(path); err != nil || string(got) != console {
 		t.Errorf("in the file: %q, %v", got, err)
+	}
+	b.spec.Hardware.Memory = 64 * units.MiB
+	if got, want := b.explainConsole([]byte("\r\n")), "it said nothing; it had 64.0 MiB of memory"; got != want {
+		t.Errorf("of a silent guest: got %q, want %q", got, want)
 	}
 	if err := os.RemoveAll(b.store.cache("console")); err != nil {
 		t.Fatal(err)

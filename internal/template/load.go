@@ -74,7 +74,7 @@ func checkFiles(dir string, m *Manifest) error {
 	for file, want := range m.Files {
 		st, err := os.Lstat(filepath.Join(dir, file))
 		if err != nil {
-			return damaged(m.Name, file, missingOr(err))
+			return unreadable(m.Name, file, err)
 		}
 		if !st.Mode().IsRegular() {
 			return damaged(m.Name, file, "is not a regular file")
@@ -112,7 +112,7 @@ func (s *Store) checkContent(ctx context.Context, dir string, m *Manifest) error
 	for file := range m.Files {
 		is, err := look(filepath.Join(dir, file))
 		if err != nil {
-			return damaged(m.Name, file, err.Error())
+			return unreadable(m.Name, file, err)
 		}
 		now[file] = is
 		if old[file] != is || is.Size <= smallFile {
@@ -129,7 +129,7 @@ func (s *Store) checkContent(ctx context.Context, dir string, m *Manifest) error
 				return gctx.Err()
 			}
 			if err != nil {
-				return damaged(m.Name, file, err.Error())
+				return unreadable(m.Name, file, err)
 			}
 			if got != m.Files[file] {
 				return damaged(m.Name, file, "has changed since the build")

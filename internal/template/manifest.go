@@ -14,6 +14,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/agentzip/agentzip/internal/template/rootfs"
 	"github.com/agentzip/agentzip/internal/units"
 	"github.com/agentzip/agentzip/internal/vmm"
@@ -104,7 +106,7 @@ func (m *Manifest) write(dir string) error {
 func readManifest(dir, name string) (*Manifest, error) {
 	data, err := os.ReadFile(filepath.Join(dir, manifestFile))
 	if err != nil {
-		return nil, damaged(name, manifestFile, missingOr(err))
+		return nil, unreadable(name, manifestFile, err)
 	}
 	var version struct{ Format int }
 	if err := json.Unmarshal(data, &version); err != nil {
@@ -116,7 +118,7 @@ func readManifest(dir, name string) (*Manifest, error) {
 	}
 	want, err := os.ReadFile(filepath.Join(dir, sumFile))
 	if err != nil {
-		return nil, damaged(name, sumFile, missingOr(err))
+		return nil, unreadable(name, sumFile, err)
 	}
 	sum := sha256.Sum256(data)
 	if string(want) != hex.EncodeToString(sum[:])+"  "+manifestFile+"\n" {
@@ -139,11 +141,17 @@ func readManifest(dir, name string) (*Manifest, error) {
 	return m, nil
 }
 
-func missingOr(err error) string {
-	if errors.Is(err, fs.ErrNotExist) {
-		return "is missing"
+// unreadable says why a file of a template cannot be read: it is the template that is
+// damaged if the file is not there or its disk fails, but not if this process lacks
+// descriptors, memory or permission.
+func unreadable(name, file string, err error) error {
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return damaged(name, file, "is missing")
+	case errors.Is(err, unix.EIO), errors.Is(err, unix.EISDIR), errors.Is(err, unix.ELOOP), errors.Is(err, unix.ENXIO):
+		return damaged(name, file, err.Error())
 	}
-	return err.Error()
+	return fmt.Errorf("read template %s: %w", name, err)
 }
 
 // damaged says what is wrong with a template and what to do.

@@ -14,7 +14,7 @@ FUZZTIME ?= 30s
 BENCH ?= .
 ARGS ?=
 
-.PHONY: help demo setup build test race fuzz bench lint fmt e2e clean
+.PHONY: help demo setup build test race fuzz bench figures lint fmt e2e clean
 
 help: ## say what there is to do
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ bench: build ## Go benchmarks; BENCH=regexp picks some
 
 e2e: setup ## only the tests that start VMs
 	@scripts/test.sh vm
+
+figures: setup ## run the demo and write its table into README.md and docs/results/
+	@scripts/figures.sh
 
 lint: build ## golangci-lint with the house rules
 	@scripts/lint.sh

@@ -115,6 +115,11 @@ func OpenHost(o HostOptions) (*Host, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open VMM host: %w", err)
 	}
+	// Now, not with the first VM: killed while it loads or builds a template, this
+	// process would leave its run folders to whoever comes next.
+	if err := run.StartGuard(); err != nil {
+		return nil, errors.Join(fmt.Errorf("open VMM host: %w", err), run.Close())
+	}
 	l, err := newLauncher()
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("open VMM host: %w", err), run.Close())
@@ -179,10 +184,6 @@ func (h *Host) TempFile(name string) (*os.File, error) {
 // TempDir returns a new folder on disk, which ends with the Host unless the
 // caller removes it earlier.
 func (h *Host) TempDir(name string) (string, error) {
-	// From here on there is something that must not outlive us.
-	if err := h.run.StartGuard(); err != nil {
-		return "", err
-	}
 	dir, err := os.MkdirTemp(h.run.StateDir(), name+"-")
 	if err != nil {
 		return "", fmt.Errorf("create temporary folder: %w", err)

@@ -90,9 +90,6 @@ func (h *Host) start(ctx context.Context, s Spec) (*machine, error) {
 // spawn starts the process, confined as well as the host can. On error nothing runs.
 func (m *machine) spawn() (_ *plumbing, err error) {
 	h := m.host
-	if err := h.run.StartGuard(); err != nil {
-		return nil, err
-	}
 	pl := &plumbing{}
 	defer func() {
 		if err != nil {

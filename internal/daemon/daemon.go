@@ -73,6 +73,9 @@ func Open(o Options) (*Daemon, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open daemon: %w", err)
 	}
+	if err := store.Sweep(); err != nil {
+		o.Log.Warn("sweep the template store", "err", err)
+	}
 	host, err := vmm.OpenHost(vmm.HostOptions{StateDir: store.Dir(), Logger: o.Log})
 	if err != nil {
 		return nil, fmt.Errorf("open daemon: %w", err)

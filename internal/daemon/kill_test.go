@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io/fs"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -27,6 +28,7 @@ type cli struct {
 	cmd     *exec.Cmd
 	said    bytes.Buffer
 	ended   chan struct{}
+	guarded bool // there was a guard when the blow fell, and it lived on
 }
 
 func startCLI(t *testing.T, args ...string) *cli {
@@ -138,6 +140,7 @@ func (c *cli) strike(t *testing.T, v victim) (hit bool) {
 	}
 	for pid, line := range c.processes(t) {
 		isGuard := strings.Contains(line, vmm.GuardVerb)
+		c.guarded = c.guarded || isGuard && v != both
 		switch {
 		case pid == c.cmd.Process.Pid:
 		case isGuard && (v == theGuard || v == both):
@@ -236,7 +239,7 @@ func (c *cli) settle(t *testing.T, v victim, hit bool) {
 			t.Errorf("interrupted, agentzip exits with %d: %s", code, c.said.String())
 		}
 	}
-	if v == both { // the next one sweeps, even if it fails for another reason
+	if (v == both || v == theProcess) && !c.guarded { // the next one sweeps, even if it fails for another reason
 		out, err := c.command("run", "--template", "is-not-there", "--", "true").CombinedOutput()
 		if exit := (&exec.ExitError{}); !errors.As(err, &exit) || exit.ExitCode() != 125 {
 			t.Errorf("the next agentzip: %v: %s", err, out)
@@ -301,6 +304,20 @@ func TestTenSandboxesStartedAndClosedLeaveNoDescriptorAndNoThread(t *testing.T) 
 	}
 	if st := c.pool.Stats(); st.Entries != 0 {
 		t.Errorf("the pool still has %d entries of closed sandboxes", st.Entries)
+	}
+}
+
+func TestTheNextDaemonSweepsABuildThatDied(t *testing.T) {
+	state := t.TempDir()
+	half := filepath.Join(state, "templates", ".tmp-x~123", "out")
+	if err := os.MkdirAll(half, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("AGENTZIP_STATE_DIR", state)
+	t.Setenv("AGENTZIP_RUN_DIR", filepath.Join(t.TempDir(), "run"))
+	openDaemon(t, 0)
+	if _, err := os.Stat(half); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("the half-built template is still there: %v", err)
 	}
 }
 

@@ -128,7 +128,7 @@ func (s *Store) Build(ctx context.Context, spec BuildSpec, report Progress) (*Te
 		return nil, fmt.Errorf("build template %s: %w", spec.Name, err)
 	}
 	defer func() { _ = lock.Close() }()
-	if err := s.sweep(); err != nil {
+	if err := s.Sweep(); err != nil {
 		return nil, err
 	}
 	b := &build{store: s, spec: spec, report: report, begun: time.Now()}
@@ -372,9 +372,9 @@ func syncPath(path string) error {
 	return nil
 }
 
-// sweep removes what builds that died left behind: the temporary folders of all
-// names nobody is building.
-func (s *Store) sweep() error {
+// Sweep removes what builds that died left behind: the temporary folders of all
+// names nobody is building. They may be large, so each start of a daemon does it.
+func (s *Store) Sweep() error {
 	dirs, err := filepath.Glob(filepath.Join(s.templates(), ".tmp-*"))
 	if err != nil {
 		return fmt.Errorf("look for half-written templates: %w", err)

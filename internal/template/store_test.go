@@ -287,7 +287,7 @@ func TestHalfWrittenTemplatesAreInvisibleAndSwept(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := s.sweep(); err != nil {
+	if err := s.Sweep(); err != nil {
 		t.Fatal(err)
 	}
 	if err := building.Close(); err != nil {

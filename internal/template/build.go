@@ -50,7 +50,10 @@ type BuildSpec struct {
 
 const (
 	defaultMemory = 512 * units.MiB
-	defaultDisk   = 4 * units.GiB
+	// minMemory: kernel, ramdisk and agent occupy 54 MiB after boot and more during it;
+	// 64 MiB never booted.
+	minMemory   = 128 * units.MiB
+	defaultDisk = 4 * units.GiB
 )
 
 // kernelCmdline of every template.
@@ -82,6 +85,9 @@ func (b *BuildSpec) fill() error {
 	}
 	h := &b.Hardware
 	h.Memory = cmp.Or(h.Memory, defaultMemory)
+	if h.Memory < minMemory {
+		return fmt.Errorf("build template %s: %v of guest memory are too little to boot: use %v or more", b.Name, h.Memory, minMemory)
+	}
 	h.VCPUs = cmp.Or(h.VCPUs, 1)
 	h.Accel = cmp.Or(h.Accel, vmm.TCG)
 	if h.CPU == "" {

@@ -1,6 +1,8 @@
 package template
 
 import (
+	"context"
+	"errors"
 	"strings"
 	"testing"
 
@@ -93,4 +95,18 @@ func TestBuiltinsAreComplete(t *testing.T) {
 	if _, err := Builtin("tornadoo"); err == nil || !strings.Contains(err.Error(), "base, tornado") {
 		t.Errorf("got %v, want a list of built-in templates", err)
 	}
+}
+
+func TestAGuestTooSmallToBootIsRefusedBeforeAnythingIsBuilt(t *testing.T) {
+	spec := BuildSpec{Name: "tiny", Source: Source{Directory: t.TempDir()}, Agent: "agent", Launcher: refuser{}, Hardware: vmm.Hardware{Memory: 64 * units.MiB}}
+	if err := spec.fill(); err == nil || !strings.Contains(err.Error(), "128.0 MiB or more") {
+		t.Errorf("got %v, want the least memory there must be", err)
+	}
+}
+
+// refuser starts nothing.
+type refuser struct{}
+
+func (refuser) Start(context.Context, vmm.Spec) (vmm.Machine, error) {
+	return nil, errors.New("not in this test")
 }

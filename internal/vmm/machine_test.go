@@ -63,8 +63,9 @@ func TestACloneGoesOnWhereItsTemplateStopped(t *testing.T) {
 	template := buildTiny(t, h, 0xffff, tickOn)
 	first, second := startRunning(t, h, template.spec(t, h)), startRunning(t, h, template.spec(t, h))
 	for _, m := range []Machine{first, second} {
-		// Tick 4 was lost to the template's console if it had begun; 6 is the clone's.
-		waitConsole(t, m, "tick 0006")
+		// On a busy host the template ticks on for a while before it is stopped, and
+		// those ticks are on its console; this one, two seconds later, is the clone's.
+		waitConsole(t, m, "tick 0080")
 		if c := m.Console(); bytes.Contains(c, []byte("tick 0001")) || bytes.Contains(c, []byte("SeaBIOS")) {
 			t.Errorf("the clone booted: %q", c)
 		}
@@ -78,11 +79,17 @@ func TestACloneGoesOnWhereItsTemplateStopped(t *testing.T) {
 	if err := first.Stop(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+	// What it had printed may still be on its way to us; it ticks 60 times a second.
 	before := first.Console()
-	time.Sleep(200 * time.Millisecond)
-	if after := first.Console(); !bytes.Equal(before, after) {
-		t.Errorf("a stopped clone prints %q", after[len(before):])
+	for range 20 {
+		time.Sleep(200 * time.Millisecond)
+		after := first.Console()
+		if bytes.Equal(before, after) {
+			return
+		}
+		before = after
 	}
+	t.Errorf("a stopped clone goes on printing, lately %q", before[max(0, len(before)-40):])
 }
 
 func TestARunningCloneCanBeSavedAndForked(t *testing.T) {
@@ -90,7 +97,7 @@ func TestARunningCloneCanBeSavedAndForked(t *testing.T) {
 	h := testHost(t, HostOptions{})
 	template := buildTiny(t, h, 0xffff, tickOn)
 	m := startRunning(t, h, template.spec(t, h))
-	waitConsole(t, m, "tick 0006")
+	waitConsole(t, m, "tick 0080")
 	state, err := h.TempFile("fork")
 	if err != nil {
 		t.Fatal(err)
@@ -105,7 +112,7 @@ func TestARunningCloneCanBeSavedAndForked(t *testing.T) {
 	if err := m.Resume(t.Context()); err != nil {
 		t.Fatalf("resume after a save: %v", err)
 	}
-	waitConsole(t, m, "tick 0008")
+	waitConsole(t, m, "tick 0100")
 	// The fork's memory would be the clone's; with the template's it only has to load.
 	s := template.spec(t, h)
 	s.State = state
@@ -360,7 +367,7 @@ func TestAShimShakesHandsBeforeTheVMMRuns(t *testing.T) {
 	if err := m.Resume(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	waitConsole(t, m, "tick 0006")
+	waitConsole(t, m, "tick 0080")
 	if err := m.Shim().Close(); err != nil {
 		t.Fatal(err)
 	}

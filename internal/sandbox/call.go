@@ -75,7 +75,7 @@ func (s *Sandbox) callStarts() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.cause != nil {
-		return fmt.Errorf("%w: %w", ErrDead, s.cause)
+		return s.death()
 	}
 	if s.rhythm.CallStarts() == policy.Stop && s.cancelPass != nil {
 		s.cancelPass()
@@ -85,12 +85,14 @@ func (s *Sandbox) callStarts() error {
 
 // callEnds tells the rhythm, and the predictor what the call was seen touching.
 func (s *Sandbox) callEnds() {
+	var touched []pager.Touch
+	if s.pager != nil {
+		touched = s.pager.DrainTouched(nil) // waits for faults and batches: not under mu
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.rhythm.CallEnds(time.Now())
-	if s.pager != nil {
-		s.recent.Observe(s.pager.DrainTouched(nil))
-	}
+	s.recent.Observe(touched)
 	select {
 	case s.wake <- struct{}{}:
 	default:

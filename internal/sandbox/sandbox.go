@@ -292,8 +292,11 @@ func (s *Sandbox) Cause() error {
 	if s.cause == nil {
 		return nil
 	}
-	return fmt.Errorf("%w: %w", ErrDead, s.cause)
+	return s.death()
 }
+
+// death is the error of a dead sandbox. Caller holds mu.
+func (s *Sandbox) death() error { return fmt.Errorf("%w: %w", ErrDead, s.cause) }
 
 // Phase returns what the sandbox is doing.
 func (s *Sandbox) Phase() Phase {

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -153,7 +152,7 @@ func (f *runFlags) run(cmd *cobra.Command, command guestlink.Command) (err error
 	}
 	code = commandCode(call.Exit)
 	if f.stats {
-		return printRunStats(ctx, cmd.ErrOrStderr(), sb, call)
+		return printRunStats(cmd.ErrOrStderr(), sb, call)
 	}
 	return nil
 }
@@ -175,7 +174,7 @@ func commandCode(e guestlink.Exit) int {
 }
 
 // printRunStats says what the call cost.
-func printRunStats(_ context.Context, w io.Writer, sb *sandbox.Sandbox, call sandbox.Call) error {
+func printRunStats(w io.Writer, sb *sandbox.Sandbox, call sandbox.Call) error {
 	u, err := sb.Usage()
 	if err != nil {
 		return err
@@ -214,7 +213,7 @@ func defaultTemplate(d *daemon.Daemon) (string, error) {
 	for i, t := range list {
 		names[i] = t.Name
 	}
-	return "", usageError(fmt.Errorf("there are several templates: pick one with --template (%s)", strings.Join(names, ", ")))
+	return "", fmt.Errorf("there are several templates: pick one with --template (%s)", strings.Join(names, ", "))
 }
 
 // completeTemplateFlag completes names of templates in the store.

@@ -16,7 +16,7 @@ import (
 	"path/filepath"
 	"sync"
 
-	"github.com/agentzip/agentzip/internal/cohort"
+	"github.com/agentzip/agentzip/internal/dictionary"
 	"github.com/agentzip/agentzip/internal/pager"
 	"github.com/agentzip/agentzip/internal/pool"
 	"github.com/agentzip/agentzip/internal/sandbox"
@@ -197,7 +197,7 @@ func (l *loaded) close() error {
 // dictionaries and the pool's limit.
 type Cohort struct {
 	pool   *pool.Pool
-	cohort *cohort.Cohort
+	cohort *dictionary.Set
 	faults *pager.Server
 	stop   context.CancelFunc
 	train  sync.WaitGroup
@@ -210,7 +210,7 @@ func (d *Daemon) NewCohort() (*Cohort, error) {
 		return nil, fmt.Errorf("create pool: %w", err)
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	c := &Cohort{pool: p, cohort: cohort.New(cohort.Options{}), faults: d.faults, stop: stop}
+	c := &Cohort{pool: p, cohort: dictionary.New(dictionary.Options{}), faults: d.faults, stop: stop}
 	c.train.Go(func() {
 		if err := c.cohort.Run(ctx); err != nil && ctx.Err() == nil {
 			d.log.Warn("train dictionaries", "err", err)

@@ -36,10 +36,10 @@ func TestTheCheckRefusesWhatTheTableForbids(t *testing.T) {
 	}{
 		{"downward is what imports are for", Import{From: "internal/pager", To: "internal/codec"}, ""},
 		{"upward is refused", Import{From: "internal/codec", To: "internal/pager"}, "imports upward"},
-		{"sideways is refused", Import{From: "internal/cohort", To: "internal/pool"}, "imports sideways"},
+		{"sideways is refused", Import{From: "internal/dictionary", To: "internal/pool"}, "imports sideways"},
 		{"a measurement fills reports", Import{From: "internal/bench", To: "internal/report"}, ""},
 		{"a report knows no measurement", Import{From: "internal/report", To: "internal/bench"}, "imports upward"},
-		{"a test may look sideways", Import{From: "internal/cohort", To: "internal/pool", Test: true}, ""},
+		{"a test may look sideways", Import{From: "internal/dictionary", To: "internal/pool", Test: true}, ""},
 		{"a test may not look upward", Import{From: "internal/pool", To: "internal/pager", Test: true}, "imports upward"},
 		{"a sub-package may import its parent", Import{From: "internal/vmm/vmmtest", To: "internal/vmm"}, ""},
 		{"a parent may import its sub-package", Import{From: "internal/vmm", To: "internal/vmm/qmp"}, ""},

@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"github.com/agentzip/agentzip/internal/codec"
-	"github.com/agentzip/agentzip/internal/cohort"
+	"github.com/agentzip/agentzip/internal/dictionary"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
@@ -24,7 +24,7 @@ func dialectPage(dialect, seed uint64) *units.Page {
 
 func TestPagesKeepTheDictionaryThatEncodedThemUntilTheLastIsGone(t *testing.T) {
 	const frames = 500
-	r := newRig(t, frames, 1, func(o *Options) { o.Cohort = cohort.New(cohort.Options{Samples: 200}) })
+	r := newRig(t, frames, 1, func(o *Options) { o.Cohort = dictionary.New(dictionary.Options{Samples: 200}) })
 	r.cohort.Close()
 	r.cohort = r.pager.cohort
 	r.serve()

@@ -14,7 +14,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
-	"github.com/agentzip/agentzip/internal/cohort"
+	"github.com/agentzip/agentzip/internal/dictionary"
 	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/guestmem/guestmemtest"
 	"github.com/agentzip/agentzip/internal/pool"
@@ -43,7 +43,7 @@ type rig struct {
 	vm     *guestmemtest.VM
 	guest  *guestmem.Guest
 	pool   *pool.Pool
-	cohort *cohort.Cohort
+	cohort *dictionary.Set
 	pager  *Pager
 	server *Server // nil until serve
 
@@ -68,7 +68,7 @@ func newRig(t testing.TB, frames, n int, tune ...func(*Options)) *rig {
 	if r.pool, err = pool.New(pool.Options{}); err != nil {
 		t.Fatal(err)
 	}
-	r.cohort = cohort.New(cohort.Options{})
+	r.cohort = dictionary.New(dictionary.Options{})
 	o := Options{Name: "test", Guest: r.guest, Image: r.im, Pool: r.pool, Cohort: r.cohort, OnFatal: func(err error) {
 		r.mu.Lock()
 		defer r.mu.Unlock()

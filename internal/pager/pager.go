@@ -7,7 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/agentzip/agentzip/internal/cohort"
+	"github.com/agentzip/agentzip/internal/dictionary"
 	"github.com/agentzip/agentzip/internal/fault"
 	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/pool"
@@ -73,7 +73,7 @@ type Options struct {
 	Guest  Memory          // stays the caller's; must outlive the Pager
 	Image  *guestmem.Image // the template's memory, sealed; must outlive the Pager
 	Pool   *pool.Pool      // may be shared by many sandboxes
-	Cohort *cohort.Cohort  // dictionaries; nil encodes without
+	Cohort *dictionary.Set // dictionaries; nil encodes without
 
 	// OnFatal is called once, in a goroutine of its own, when the sandbox must be killed.
 	OnFatal func(error)
@@ -93,7 +93,7 @@ type Pager struct {
 	mem     Memory          // immutable
 	image   *guestmem.Image // immutable
 	pool    *pool.Pool      // immutable
-	cohort  *cohort.Cohort  // immutable, may be nil
+	cohort  *dictionary.Set // immutable, may be nil
 	onFatal func(error)     // immutable
 	workers *Workers        // immutable
 	around  units.Frame     // immutable

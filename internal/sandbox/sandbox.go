@@ -29,7 +29,7 @@ import (
 
 	"github.com/google/uuid"
 
-	"github.com/agentzip/agentzip/internal/cohort"
+	"github.com/agentzip/agentzip/internal/dictionary"
 	"github.com/agentzip/agentzip/internal/guestlink"
 	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/pager"
@@ -88,7 +88,7 @@ func (p Phase) String() string {
 // Compression is what the sandboxes of one cohort share.
 type Compression struct {
 	Pool   *pool.Pool
-	Cohort *cohort.Cohort
+	Cohort *dictionary.Set
 	Faults *pager.Server
 }
 

@@ -1,4 +1,4 @@
-package cohort
+package dictionary
 
 import (
 	"math"

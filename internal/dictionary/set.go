@@ -1,5 +1,5 @@
-// Package cohort holds what the siblings of one trust domain share to make
-// their pages small: today, Zstandard dictionaries.
+// Package dictionary trains, keeps and retires the Zstandard dictionaries that
+// the siblings of one trust domain share.
 //
 // A dictionary is in one state, and its holds say which:
 //
@@ -18,7 +18,7 @@
 // Lock order: training, then mu, then nothing. Dictionary, Lookup, Retain and
 // Release take no lock (but for the Release that frees a dictionary, once in its
 // life) and may be called on the fault path.
-package cohort
+package dictionary
 
 import (
 	"context"
@@ -48,14 +48,14 @@ const (
 	defaultSamples = 1000
 )
 
-// Options of a Cohort. The zero value is ready for use.
+// Options of a Set. The zero value is ready for use.
 type Options struct {
 	DictSize int // bytes of a trained dictionary; 0 = 64 KiB
 	Samples  int // pages to train from; 0 = 1,000
 }
 
-// Cohort is safe for concurrent use. Use New.
-type Cohort struct {
+// Set is safe for concurrent use. Use New.
+type Set struct {
 	dictSize int // immutable
 
 	current atomic.Pointer[holding]                   // nil before the first training; written under mu
@@ -88,27 +88,27 @@ func (h *holding) hold() bool {
 }
 
 // New returns a cohort without a dictionary. Close frees its memory.
-func New(o Options) *Cohort {
+func New(o Options) *Set {
 	if o.DictSize == 0 {
 		o.DictSize = defaultDictSize
 	}
 	if o.Samples == 0 {
 		o.Samples = defaultSamples
 	}
-	c := &Cohort{dictSize: o.DictSize}
-	c.table.Store(&map[codec.DictID]*holding{})
-	c.samples.init(max(o.Samples, codec.MinSamples*holdOut/(holdOut-1)+1))
-	return c
+	d := &Set{dictSize: o.DictSize}
+	d.table.Store(&map[codec.DictID]*holding{})
+	d.samples.init(max(o.Samples, codec.MinSamples*holdOut/(holdOut-1)+1))
+	return d
 }
 
 // Sample offers a private page for training; it copies what it keeps. Most
 // calls are two atomic operations; those that keep a page take about 1 us.
-func (c *Cohort) Sample(p *units.Page) { c.samples.offer(p) }
+func (d *Set) Sample(p *units.Page) { d.samples.offer(p) }
 
 // Dictionary returns the current one, or nil before the first training. It may
 // be replaced, and closed, at any moment: an Encoder then encodes without it.
-func (c *Cohort) Dictionary() *codec.Dictionary {
-	if h := c.current.Load(); h != nil {
+func (d *Set) Dictionary() *codec.Dictionary {
+	if h := d.current.Load(); h != nil {
 		return h.dict
 	}
 	return nil
@@ -116,8 +116,8 @@ func (c *Cohort) Dictionary() *codec.Dictionary {
 
 // Lookup returns a live dictionary, or nil. It stays alive as long as a page
 // whose Retain succeeded was not released. Lock-free.
-func (c *Cohort) Lookup(id codec.DictID) *codec.Dictionary {
-	if h := (*c.table.Load())[id]; h != nil {
+func (d *Set) Lookup(id codec.DictID) *codec.Dictionary {
+	if h := (*d.table.Load())[id]; h != nil {
 		return h.dict
 	}
 	return nil
@@ -126,63 +126,63 @@ func (c *Cohort) Lookup(id codec.DictID) *codec.Dictionary {
 // Retain notes that one more page names id. false: that dictionary is gone (it
 // was replaced after the caller asked for it) and the page must be encoded
 // again. Retain(0) does nothing and reports true.
-func (c *Cohort) Retain(id codec.DictID) bool {
+func (d *Set) Retain(id codec.DictID) bool {
 	if id == 0 {
 		return true
 	}
-	h := (*c.table.Load())[id]
+	h := (*d.table.Load())[id]
 	return h != nil && h.hold()
 }
 
 // Release undoes one Retain that succeeded. Release(0) does nothing. More
 // releases than retains are a broken invariant and panic.
-func (c *Cohort) Release(id codec.DictID) {
+func (d *Set) Release(id codec.DictID) {
 	if id == 0 {
 		return
 	}
-	h := (*c.table.Load())[id]
+	h := (*d.table.Load())[id]
 	if h == nil {
-		panic(fmt.Sprintf("cohort: release of dictionary %d, which no page names", id))
+		panic(fmt.Sprintf("dictionary: release of dictionary %d, which no page names", id))
 	}
-	c.unhold(h)
+	d.unhold(h)
 }
 
-func (c *Cohort) unhold(h *holding) {
+func (d *Set) unhold(h *holding) {
 	n := h.holds.Add(-1)
 	if n > 0 {
 		return
 	}
 	if n < 0 {
-		panic(fmt.Sprintf("cohort: dictionary %d released more often than retained", h.dict.ID()))
+		panic(fmt.Sprintf("dictionary: dictionary %d released more often than retained", h.dict.ID()))
 	}
-	c.mu.Lock()
-	alive := maps.Clone(*c.table.Load())
+	d.mu.Lock()
+	alive := maps.Clone(*d.table.Load())
 	delete(alive, h.dict.ID())
-	c.table.Store(&alive)
-	c.mu.Unlock()
+	d.table.Store(&alive)
+	d.mu.Unlock()
 	h.dict.Close()
 }
 
 // adopt makes a dictionary of raw and makes it current.
-func (c *Cohort) adopt(raw []byte) error {
-	c.mu.Lock()
-	c.lastID++
-	id := c.lastID
-	c.mu.Unlock()
+func (d *Set) adopt(raw []byte) error {
+	d.mu.Lock()
+	d.lastID++
+	id := d.lastID
+	d.mu.Unlock()
 	dict, err := codec.NewDictionary(id, raw)
 	if err != nil {
 		return err
 	}
 	h := &holding{dict: dict}
 	h.holds.Store(1)
-	c.mu.Lock()
-	alive := maps.Clone(*c.table.Load())
+	d.mu.Lock()
+	alive := maps.Clone(*d.table.Load())
 	alive[id] = h
-	c.table.Store(&alive)
-	old := c.current.Swap(h)
-	c.mu.Unlock()
+	d.table.Store(&alive)
+	old := d.current.Swap(h)
+	d.mu.Unlock()
 	if old != nil {
-		c.unhold(old)
+		d.unhold(old)
 	}
 	return nil
 }
@@ -200,18 +200,18 @@ type Stats struct {
 }
 
 // Stats returns the account; each figure is right for some moment of the call.
-func (c *Cohort) Stats() Stats {
+func (d *Set) Stats() Stats {
 	s := Stats{
-		Reservoir: c.samples.size(),
-		Offered:   c.samples.offered.Load(),
-		Trainings: int(c.trainings.Load()),
-		Refusals:  int(c.refusals.Load()),
+		Reservoir: d.samples.size(),
+		Offered:   d.samples.offered.Load(),
+		Trainings: int(d.trainings.Load()),
+		Refusals:  int(d.refusals.Load()),
 	}
-	current := c.current.Load()
+	current := d.current.Load()
 	if current != nil {
 		s.Current = current.dict.ID()
 	}
-	alive := *c.table.Load()
+	alive := *d.table.Load()
 	s.IDs = slices.Sorted(maps.Keys(alive))
 	for _, h := range alive {
 		s.Pages += h.holds.Load()
@@ -225,12 +225,12 @@ func (c *Cohort) Stats() Stats {
 
 // Close frees all dictionaries and samples. No other call may run or come
 // after: the pagers of the cohort are closed, Run has returned.
-func (c *Cohort) Close() {
-	c.current.Store(nil)
-	for _, h := range *c.table.Swap(&map[codec.DictID]*holding{}) {
+func (d *Set) Close() {
+	d.current.Store(nil)
+	for _, h := range *d.table.Swap(&map[codec.DictID]*holding{}) {
 		h.dict.Close()
 	}
-	c.samples.close()
+	d.samples.close()
 }
 
 // ErrNoBetter: the new dictionary was not worth its memory; the old one, or
@@ -241,20 +241,20 @@ var ErrNoBetter = errors.New("the new dictionary is no better")
 // current. On any error (codec.ErrSamples, ErrNoBetter, ctx) the old one stays.
 // It takes 0.1-0.5 s of one core, of which ctx cannot interrupt the part inside
 // the library. Trainings run one at a time.
-func (c *Cohort) Train(ctx context.Context) error {
-	c.training.Lock()
-	defer c.training.Unlock()
+func (d *Set) Train(ctx context.Context) error {
+	d.training.Lock()
+	defer d.training.Unlock()
 	if err := ctx.Err(); err != nil {
 		return fmt.Errorf("train dictionary: %w", err)
 	}
-	pages, mapping := c.samples.take()
-	err := c.train(ctx, pages)
-	c.samples.giveBack(mapping, errors.Is(err, codec.ErrSamples))
+	pages, mapping := d.samples.take()
+	err := d.train(ctx, pages)
+	d.samples.giveBack(mapping, errors.Is(err, codec.ErrSamples))
 	if err != nil {
-		c.refusals.Add(1)
+		d.refusals.Add(1)
 		return fmt.Errorf("train dictionary: %w", err)
 	}
-	c.trainings.Add(1)
+	d.trainings.Add(1)
 	return nil
 }
 
@@ -269,9 +269,9 @@ const (
 	keepGain = 0.02
 )
 
-func (c *Cohort) train(ctx context.Context, pages []units.Page) error {
+func (d *Set) train(ctx context.Context, pages []units.Page) error {
 	judges := len(pages) / holdOut // the first ones: the reservoir has no order
-	raw, err := codec.Train(pages[judges:], c.dictSize)
+	raw, err := codec.Train(pages[judges:], d.dictSize)
 	if err != nil {
 		return err
 	}
@@ -283,11 +283,11 @@ func (c *Cohort) train(ctx context.Context, pages []units.Page) error {
 		return err
 	}
 	defer trial.Close()
-	was, is := encodedSize(pages[:judges], c.Dictionary()), encodedSize(pages[:judges], trial)
+	was, is := encodedSize(pages[:judges], d.Dictionary()), encodedSize(pages[:judges], trial)
 	if float64(is) > float64(was)*(1-keepGain) {
 		return fmt.Errorf("%d pages are %d bytes, were %d: %w", judges, is, was, ErrNoBetter)
 	}
-	return c.adopt(raw)
+	return d.adopt(raw)
 }
 
 // encodedSize returns what pages take in the pool with dict.

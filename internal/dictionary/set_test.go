@@ -1,4 +1,4 @@
-package cohort
+package dictionary
 
 import (
 	"context"
@@ -49,21 +49,21 @@ func (t *tongue) page(r *rand.Rand) *units.Page {
 	return &p
 }
 
-func newCohort(t *testing.T, o Options) *Cohort {
+func newCohort(t *testing.T, o Options) *Set {
 	t.Helper()
 	c := New(o)
 	t.Cleanup(c.Close)
 	return c
 }
 
-func offer(c *Cohort, t *tongue, r *rand.Rand, n int) {
+func offer(c *Set, t *tongue, r *rand.Rand, n int) {
 	for range n {
 		c.Sample(t.page(r))
 	}
 }
 
 // trainOn trains c on pages of t, as often as its rule needs to see them.
-func trainOn(t *testing.T, c *Cohort, to *tongue, seed uint64) {
+func trainOn(t *testing.T, c *Set, to *tongue, seed uint64) {
 	t.Helper()
 	r := rand.New(rand.NewPCG(seed, 2))
 	for c.samples.size() < units.Bytes(c.samples.most)*units.PageSize {

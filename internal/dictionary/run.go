@@ -1,4 +1,4 @@
-package cohort
+package dictionary
 
 import (
 	"context"
@@ -15,12 +15,12 @@ const trainingNice = 10
 // Run trains whenever the reservoir is full, until ctx ends; then it waits for
 // the training in hand (below a second) and returns nil. What a training says
 // is in Stats: not to find a better dictionary is no failure of Run.
-func (c *Cohort) Run(ctx context.Context) error {
+func (d *Set) Run(ctx context.Context) error {
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-c.samples.full:
+		case <-d.samples.full:
 		}
 		var training sync.WaitGroup
 		training.Go(func() {
@@ -29,7 +29,7 @@ func (c *Cohort) Run(ctx context.Context) error {
 			runtime.LockOSThread()
 			// A thread that could not be made nicer still has to train.
 			_ = hostmem.SetNice(0, trainingNice)
-			_ = c.Train(ctx) // counted in Stats; the old dictionary stays
+			_ = d.Train(ctx) // counted in Stats; the old dictionary stays
 		})
 		training.Wait()
 	}

@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"time"
@@ -23,6 +24,22 @@ type Config struct {
 	User         string        // account of the commands; "" = "user"
 	Display      report.Display
 	NativeReplay func() NativeResult // how long the calls take without a VM; nil = not measured
+	OnCallEnd    CallEndFunc         // looks at a sandbox between its calls; nil = nobody does
+}
+
+// A CallEndFunc is called when a call has ended, before the thinking time, also after the
+// last call. It runs on the goroutine that replays the sandbox's trajectory: no call of that
+// sandbox runs meanwhile, and the time it takes counts as thinking time. Its error ends the run.
+type CallEndFunc func(ctx context.Context, e CallEnd) error
+
+// A CallEnd says which call has ended.
+type CallEnd struct {
+	Sandbox    int           // index of its plan
+	Call       int           // from 1
+	Step       traj.Step     // that was the call
+	Begin      time.Time     // of the run: zero of all offsets
+	Start, End time.Duration // of the call
+	Box        Box
 }
 
 // A Plan is what one sandbox replays.

@@ -69,3 +69,22 @@ func Measure(ctx context.Context, cfg Config) (*report.Report, error) {
 	}
 	return rep, nil
 }
+
+// Replay runs everything once, in the mode of cfg.First, and measures nothing: for what
+// OnCallEnd does. A sandbox that fails fails the replay. When it returns, the fleet is closed.
+func Replay(ctx context.Context, cfg Config) error {
+	if err := cfg.fill(); err != nil {
+		return err
+	}
+	cfg.Display.Stage("replay: compression " + cfg.First.String())
+	r, err := cfg.replay(ctx, cfg.First, 1, nil)
+	if err != nil {
+		return err
+	}
+	for _, l := range r.lanes {
+		if err := l.look().err; err != nil {
+			return fmt.Errorf("replay: sandbox %s: %w", l.plan.Name, err)
+		}
+	}
+	return nil
+}

@@ -79,12 +79,16 @@ type run struct {
 	failure  error    // the first of them
 	counters Counters
 	baseline *run // the last run without compression, for the display; nil before
+
+	stop context.CancelCauseFunc // ends the replay; its cause becomes the run's error
 }
 
 // replay makes a fleet, replays everything and closes the fleet. An error means
 // that there is no run; a sandbox that died is in its lane.
 func (c *Config) replay(ctx context.Context, mode Mode, number int, baseline *run) (r *run, err error) {
-	r = &run{cfg: c, mode: mode, number: number, begin: time.Now(), baseline: baseline}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	r = &run{cfg: c, mode: mode, number: number, begin: time.Now(), baseline: baseline, stop: cancel}
 	for _, p := range c.Sandboxes {
 		r.lanes = append(r.lanes, &lane{plan: p})
 	}
@@ -103,8 +107,8 @@ func (c *Config) replay(ctx context.Context, mode Mode, number int, baseline *ru
 	stop := make(chan struct{})
 	var sampler, replayers sync.WaitGroup
 	sampler.Go(func() { r.sampleUntil(stop, fleet) })
-	for _, l := range r.lanes {
-		replayers.Go(func() { r.drive(ctx, l) })
+	for i, l := range r.lanes {
+		replayers.Go(func() { r.drive(ctx, i, l) })
 	}
 	replayers.Wait()
 	close(stop)
@@ -150,7 +154,7 @@ func (r *run) start(ctx context.Context, fleet Fleet) error {
 
 // drive replays one trajectory and then closes its sandbox, as an orchestrator
 // does when an agent is done: what the others still do is not diluted by it.
-func (r *run) drive(ctx context.Context, l *lane) {
+func (r *run) drive(ctx context.Context, index int, l *lane) {
 	box := l.look().box
 	defer func() {
 		l.change(func(p *progress) { p.box, p.done = nil, true })
@@ -161,8 +165,9 @@ func (r *run) drive(ctx context.Context, l *lane) {
 	if !sleep(ctx, r.cfg.scaled(l.plan.Shift)) {
 		return
 	}
+	looked := time.Duration(0) // how much of the thinking time OnCallEnd took
 	for i, step := range l.plan.Trajectory.Steps {
-		if !sleep(ctx, r.cfg.gap(step)) {
+		if !sleep(ctx, r.cfg.gap(step)-looked) {
 			return
 		}
 		l.change(func(p *progress) {
@@ -180,6 +185,14 @@ func (r *run) drive(ctx context.Context, l *lane) {
 		if rec.err != nil {
 			l.change(func(p *progress) { p.err = rec.err })
 			return
+		}
+		if r.cfg.OnCallEnd != nil {
+			e := CallEnd{Sandbox: index, Call: i + 1, Step: step, Begin: r.begin, Start: rec.start, End: rec.end, Box: box}
+			if err := r.cfg.OnCallEnd(ctx, e); err != nil {
+				r.stop(fmt.Errorf("sandbox %s after call %d: %w", l.plan.Name, i+1, err))
+				return
+			}
+			looked = time.Since(r.begin) - rec.end
 		}
 	}
 	rec := r.call(ctx, box, r.spec(traj.Step{Shell: finalCommand}))

@@ -1,0 +1,114 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// replayOnce runs Replay on one fake fleet in a bubble of synthetic time.
+func replayOnce(t *testing.T, c Config, a answer) (err error) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		f := &fakeFleet{mode: c.First, answer: a}
+		c.Sandboxes, c.GapScale = plans(2, 3), 1
+		c.Fleet = func(context.Context, Mode) (Fleet, error) { return f, nil }
+		err = Replay(t.Context(), c)
+		if !f.closed {
+			t.Error("the fleet was left open")
+		}
+	})
+	return err
+}
+
+func TestCallEndsAreToldBetweenTheCallsAndTheThinkingTimeGoesOn(t *testing.T) {
+	for name, looks := range map[string]time.Duration{"for two of the five seconds": 2 * time.Second, "for longer than the five seconds": 7 * time.Second} {
+		var mu sync.Mutex
+		got := map[int][]string{}
+		err := replayOnce(t, Config{First: Off, OnCallEnd: func(ctx context.Context, e CallEnd) error {
+			b := e.Box.(*fakeBox)
+			b.mu.Lock()
+			if b.running || b.closed || b.calls != e.Call {
+				t.Errorf("told of call %d: running %v, closed %v, calls %d", e.Call, b.running, b.closed, b.calls)
+			}
+			b.mu.Unlock()
+			if since := time.Since(e.Begin); since != e.End {
+				t.Errorf("told %v after the run's start, the call ended after %v", since, e.End)
+			}
+			mu.Lock()
+			got[e.Sandbox] = append(got[e.Sandbox], fmt.Sprintf("%d %s %v-%v", e.Call, e.Step.Shell, e.Start, e.End))
+			mu.Unlock()
+			sleep(ctx, looks)
+			return nil
+		}}, sameAnswers)
+		if err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		pause := max(looks, 5*time.Second)
+		var want []string
+		for i, start := range []time.Duration{5 * time.Second, 6*time.Second + pause, 7*time.Second + 2*pause} {
+			want = append(want, fmt.Sprintf("%d command %d %v-%v", i+1, i+1, start, start+time.Second))
+		}
+		if d := cmp.Diff(map[int][]string{0: want, 1: want}, got); d != "" {
+			t.Errorf("looking %s: calls (-want +got):\n%s", name, d)
+		}
+	}
+}
+
+func TestAnErrorOfWhoLooksEndsTheReplay(t *testing.T) {
+	full := errors.New("disk full")
+	told := 0
+	err := replayOnce(t, Config{First: Off, OnCallEnd: func(_ context.Context, e CallEnd) error {
+		if e.Sandbox == 1 {
+			return nil
+		}
+		told++
+		return full
+	}}, sameAnswers)
+	if !errors.Is(err, full) || !strings.Contains(err.Error(), "sandbox s1 after call 1") || told != 1 {
+		t.Errorf("got %v after %d calls, want the error of s1's first", err, told)
+	}
+}
+
+func TestASandboxThatFailsFailsTheReplay(t *testing.T) {
+	err := replayOnce(t, Config{First: On}, func(m Mode, s string, n int, spec CallSpec) (CallResult, error) {
+		if s == "s2" && n == 2 {
+			return CallResult{}, errors.New("the VMM has ended")
+		}
+		if m != On {
+			t.Error("replayed in the other mode")
+		}
+		return sameAnswers(m, s, n, spec)
+	})
+	if err == nil || !strings.Contains(err.Error(), "sandbox s2: the VMM has ended") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestAnInterruptedReplayIsAnError(t *testing.T) {
+	interrupted := errors.New("interrupted")
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancelCause(t.Context())
+		time.AfterFunc(8*time.Second, func() { cancel(interrupted) })
+		f := &fakeFleet{answer: sameAnswers}
+		err := Replay(ctx, Config{
+			Sandboxes: plans(2, 3), GapScale: 1, Fleet: func(context.Context, Mode) (Fleet, error) { return f, nil },
+			OnCallEnd: func(ctx context.Context, _ CallEnd) error {
+				if !sleep(ctx, time.Hour) {
+					return context.Cause(ctx)
+				}
+				return nil
+			},
+		})
+		if !errors.Is(err, interrupted) || !f.closed {
+			t.Errorf("got %v, closed %v", err, f.closed)
+		}
+	})
+}

@@ -5,10 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"os"
-	"time"
 
 	"github.com/spf13/cobra"
 
@@ -18,10 +16,6 @@ import (
 	"github.com/agentzip/agentzip/internal/traj"
 )
 
-// recordedCalls is how many calls of a recorded trajectory are replayed unless
-// --max-calls says otherwise: real ones run to 200, for half an hour.
-const recordedCalls = 30
-
 // defaultGapScale stretches thinking times a little: emulation makes a call 10-20
 // times longer, so that at 1 a sandbox is busy for a third of the time where
 // recorded agents are for 2-31 %. Twice as much would not fit into six minutes.
@@ -29,20 +23,12 @@ const defaultGapScale = 1.5
 
 // demoFlags are the flags of `demo`, as given.
 type demoFlags struct {
-	template     string
-	sandboxes    int
-	gapScale     float64
-	maxGap       time.Duration
-	maxCalls     int
-	trajectories string
-	group, match string
-	seed         uint64
-	order        string
-	repeat       int
-	native       string
-	noPrefetch   bool
-	jsonFile     string
-	plain        bool
+	jobFlags
+	order      string
+	repeat     int
+	native     string
+	noPrefetch bool
+	jsonFile   string
 }
 
 func newDemoCmd() *cobra.Command {
@@ -68,26 +54,16 @@ The last line of stdout is for scripts and keeps its form:
 		PreRunE: requireRoot,
 		RunE:    func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
 	}
+	f.add(cmd, 4, defaultGapScale)
 	fl := cmd.Flags()
-	fl.StringVarP(&f.template, "template", "t", demoTemplate, "template to clone")
-	fl.IntVarP(&f.sandboxes, "sandboxes", "n", 4, "sandboxes at once")
-	fl.Float64Var(&f.gapScale, "gap-scale", defaultGapScale, "multiply thinking times by this (1: as recorded)")
-	fl.DurationVar(&f.maxGap, "max-gap", time.Minute, "cut thinking times at this, before scaling (0: never)")
-	fl.IntVar(&f.maxCalls, "max-calls", 0, fmt.Sprintf("replay at most so many calls of each trajectory (0: all; of recorded ones %d)", recordedCalls))
-	fl.StringVar(&f.trajectories, "trajectories", "", "replay recorded trajectories: a .jsonl or .jsonl.gz file, or a folder of them")
-	fl.StringVar(&f.group, "group", "", "with --trajectories: only this group of groups.json")
-	fl.StringVar(&f.match, "match", "", "with --trajectories: only ids, tasks or repositories that contain this")
-	fl.Uint64Var(&f.seed, "seed", 1, "for thinking times that were not recorded")
 	fl.StringVar(&f.order, "order", "off,on", "which run comes first: off,on or on,off")
 	fl.IntVar(&f.repeat, "repeat", 1, "pairs of runs; every other pair in the other order")
 	fl.StringVar(&f.native, "native", "auto", "also time the commands on this host without a VM: on, off, auto (our own scenario only)")
 	fl.BoolVar(&f.noPrefetch, "no-prefetch", false, "restore only what faults ask for")
 	fl.StringVar(&f.jsonFile, "json", "", "write the whole report as JSON to this file (-: to stdout, and the table to stderr)")
-	fl.BoolVar(&f.plain, "plain", false, "log lines instead of the live display")
 	for name, complete := range map[string]cobra.CompletionFunc{
-		"template": completeTemplateFlag,
-		"order":    cobra.FixedCompletions([]string{"off,on", "on,off"}, cobra.ShellCompDirectiveNoFileComp),
-		"native":   cobra.FixedCompletions([]string{"auto", "on", "off"}, cobra.ShellCompDirectiveNoFileComp),
+		"order":  cobra.FixedCompletions([]string{"off,on", "on,off"}, cobra.ShellCompDirectiveNoFileComp),
+		"native": cobra.FixedCompletions([]string{"auto", "on", "off"}, cobra.ShellCompDirectiveNoFileComp),
 	} {
 		if err := cmd.RegisterFlagCompletionFunc(name, complete); err != nil {
 			panic(err) // the flags are defined above
@@ -114,22 +90,14 @@ func newNativeReplayCmd() *cobra.Command {
 // check refuses flags that make no sense, before anything is started.
 func (f *demoFlags) check() error {
 	switch {
-	case f.sandboxes < 1 || f.sandboxes > 256:
-		return usageError(fmt.Errorf("--sandboxes %d: use 1 to 256", f.sandboxes))
-	case !(f.gapScale >= 0 && f.gapScale <= 1000):
-		return usageError(fmt.Errorf("--gap-scale %g: use 0 to 1000", f.gapScale))
-	case f.maxGap < 0 || f.maxCalls < 0:
-		return usageError(errors.New("--max-gap and --max-calls must not be negative"))
 	case f.order != "off,on" && f.order != "on,off":
 		return usageError(fmt.Errorf("--order %q: use off,on or on,off", f.order))
 	case f.repeat < 1 || f.repeat > 100:
 		return usageError(fmt.Errorf("--repeat %d: use 1 to 100", f.repeat))
 	case f.native != "auto" && f.native != "on" && f.native != "off":
 		return usageError(fmt.Errorf("--native %q: use auto, on or off", f.native))
-	case f.trajectories == "" && (f.group != "" || f.match != ""):
-		return usageError(errors.New("--group and --match need --trajectories"))
 	}
-	return nil
+	return f.jobFlags.check()
 }
 
 func (f *demoFlags) run(cmd *cobra.Command) (err error) {
@@ -179,57 +147,18 @@ func (f *demoFlags) run(cmd *cobra.Command) (err error) {
 	return errors.Join(err, f.write(cmd, rep))
 }
 
-// plans loads the trajectories and gives each sandbox its own. The notes say
-// what was left out or made up.
-func (f *demoFlags) plans() (plans []bench.Plan, notes []string, err error) {
-	trs, maxCalls := []traj.Trajectory(nil), f.maxCalls
-	if f.trajectories == "" {
-		trs, err = traj.Scenario()
-	} else {
-		trs, err = traj.Load(traj.Selection{Path: f.trajectories, Group: f.group, Match: f.match, MinSteps: 3, Seed: f.seed})
-		if maxCalls == 0 {
-			maxCalls = recordedCalls
-		}
-	}
-	if err != nil {
-		return nil, nil, err
-	}
-	plans, repeated, dropped := bench.PlanSandboxes(trs, f.sandboxes, maxCalls)
-	if repeated > 0 {
-		notes = append(notes, fmt.Sprintf("%d sandboxes repeat the trajectory of another, shifted in time", repeated))
-	}
-	var tally traj.Tally
-	cut := 0
-	for i, p := range plans {
-		tally.Add(p.Trajectory.Tally)
-		cut += dropped[i]
-	}
-	if f.trajectories != "" {
-		notes = append(notes, fmt.Sprintf("recorded calls: %d are commands (%d of them past --max-calls, not replayed), %d need no sandbox, %d cannot be mapped, %d files without recorded content",
-			tally.Mapped, cut, tally.NoSandbox, tally.Unmappable, tally.StandIns))
-	}
-	return plans, notes, nil
-}
-
 // describe adds to the plan what only the flags know.
 func (f *demoFlags) describe(p *report.Plan) {
-	p.Source, p.Seed, p.ThinkSource = "built-in", f.seed, "of the built-in scenario, after recorded agents"
+	p.Source, p.Seed, p.ThinkSource = f.source(), f.seed, "of the built-in scenario, after recorded agents"
 	if f.trajectories == "" {
 		return
 	}
-	p.Source, p.ThinkSource = f.trajectories, "as recorded"
+	p.ThinkSource = "as recorded"
 	for _, t := range p.Trajectories {
 		if t.Drawn > 0 {
 			p.ThinkSource = "where not recorded " + traj.ThinkSource
 		}
 	}
-}
-
-func (f *demoFlags) display(ctx context.Context, w io.Writer) report.Display {
-	if f.plain || !isTerminal(w) {
-		return report.NewPlain(w)
-	}
-	return report.NewLive(ctx, w)
 }
 
 // nativeReplay times the commands in a child of this program.

@@ -38,8 +38,11 @@ func demoFlagsOf(t *testing.T, args ...string) (f demoFlags, err error) {
 		t.Fatal(err)
 	}
 	return demoFlags{
-		sandboxes: n, gapScale: scale, repeat: repeat, maxGap: gap, maxCalls: calls, order: get("order"),
-		native: get("native"), trajectories: get("trajectories"), group: get("group"), match: get("match"), seed: 1,
+		jobFlags: jobFlags{
+			sandboxes: n, gapScale: scale, maxGap: gap, maxCalls: calls,
+			trajectories: get("trajectories"), group: get("group"), match: get("match"), seed: 1,
+		},
+		repeat: repeat, order: get("order"), native: get("native"),
 	}, nil
 }
 

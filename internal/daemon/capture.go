@@ -18,6 +18,10 @@ import (
 // 1-3 ms for each sandbox, which would be time of the guests.
 const captureSample = 2 * time.Second
 
+// captureTimeout bounds a call that hangs. Sixteen emulated guests on two busy cores took more
+// than five minutes for a test module, and a call that is cut short leaves other pages.
+const captureTimeout = 30 * time.Minute
+
 // CaptureOptions says what to capture, and where.
 type CaptureOptions struct {
 	Dir      string // must not exist yet
@@ -62,7 +66,7 @@ func (d *Daemon) Capture(ctx context.Context, o CaptureOptions) (_ capture.Info,
 	err = bench.Replay(ctx, bench.Config{
 		Fleet:     d.Fleets(FleetOptions{Template: o.Template}),
 		Sandboxes: o.Plans, GapScale: o.GapScale, MaxGap: o.MaxGap,
-		First: bench.Off, SampleEvery: captureSample, Display: o.Display,
+		First: bench.Off, SampleEvery: captureSample, CallTimeout: captureTimeout, Display: o.Display,
 		OnCallEnd: func(ctx context.Context, e bench.CallEnd) error {
 			return captureGap(ctx, w, clone.Image, e, o.Display)
 		},

@@ -169,7 +169,7 @@ func BenchmarkOpen(b *testing.B) {
 		b.Fatal(err)
 	}
 	for b.Loop() {
-		l, err := Open(path, image, root)
+		l, err := Open(b.Context(), path, image, root)
 		if err != nil {
 			b.Fatal(err)
 		}

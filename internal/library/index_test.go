@@ -60,7 +60,7 @@ func (f *fixture) open(t testing.TB, index []byte) error {
 	if err := os.WriteFile(path, index, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	l, err := Open(path, f.image, f.root)
+	l, err := Open(t.Context(), path, f.image, f.root)
 	if err != nil {
 		return err
 	}
@@ -231,7 +231,7 @@ func TestAnIndexIsNeverOverwritten(t *testing.T) {
 
 func TestAMissingIndexIsNotCalledDamaged(t *testing.T) {
 	f := small(t)
-	_, err := Open(filepath.Join(t.TempDir(), "index"), f.image, f.root)
+	_, err := Open(t.Context(), filepath.Join(t.TempDir(), "index"), f.image, f.root)
 	if !errors.Is(err, os.ErrNotExist) || errors.Is(err, ErrDamaged) {
 		t.Errorf("got %v, want os.ErrNotExist alone", err)
 	}

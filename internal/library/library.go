@@ -16,8 +16,10 @@
 // checks what it read against the table before it says it is that page.
 //
 // Blocks of the root image are read with pread, never mapped: a file that was
-// truncated, or a disk that fails, is an error and not a signal, and a block that left
-// the page cache is read from the disk again.
+// truncated, or a disk that fails, is an error and not a signal, and a goroutine that
+// waits for a disk is one the Go scheduler knows of. A mapping would save 1.7 of the 2.4 us
+// (1 us of them is the entry of a system call, on a virtual machine with page table
+// isolation), and cost 0.5 MB of page tables, more than the table itself.
 //
 // There is no lock: nothing changes after Build or Open. Everything but Close may be
 // called from any goroutine; Find and Read do not allocate.

@@ -109,7 +109,7 @@ func TestEveryPublicPageIsFoundAndReadsEqualAndNoOtherIsFound(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer os.Remove(path)
-		opened, err := Open(path, f.image, f.root)
+		opened, err := Open(t.Context(), path, f.image, f.root)
 		if err != nil {
 			t.Fatal(err)
 		}

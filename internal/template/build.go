@@ -11,6 +11,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -171,7 +172,7 @@ func (b *build) run(ctx context.Context) (*Template, error) {
 		name string
 		do   func(context.Context) error
 	}{
-		{"root image", b.makeRoot}, {"disks", b.makeDisks}, {"boot", b.boot}, {"digests", b.seal},
+		{"root image", b.makeRoot}, {"disks", b.makeDisks}, {"boot", b.boot}, {"index", b.writeIndex}, {"digests", b.seal},
 	} {
 		begin := time.Now()
 		if err := step.do(ctx); err != nil {
@@ -320,7 +321,7 @@ func (b *build) makeDisks(ctx context.Context) error {
 func (b *build) seal(ctx context.Context) error {
 	pulse := b.report.Heartbeat(ctx, "digests", "hashing files")
 	defer pulse.Stop()
-	for _, f := range contentFiles {
+	for _, f := range append(slices.Clip(contentFiles), indexFile) {
 		sums, err := digestFile(ctx, b.outFile(f))
 		if err != nil {
 			return err

@@ -14,6 +14,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"github.com/agentzip/agentzip/internal/codec"
 	"github.com/agentzip/agentzip/internal/guestlink"
 	"github.com/agentzip/agentzip/internal/units"
 	"github.com/agentzip/agentzip/internal/vmm"
@@ -117,6 +118,7 @@ func TestABuiltTemplateBootsOnceAndItsClonesGoOnFromThere(t *testing.T) {
 	if usage := diskBlocks(t, tmpl.DiskFile()); usage > 4*units.MiB {
 		t.Errorf("each clone copies %v of disk, want less than 4 MiB", usage)
 	}
+	checkIndex(t, tmpl)
 	out := runInClone(t, host, tmpl, `cat /tmp/mark /tmp/status; pwd; id -un; git log --format=%s; cut -d" " -f1 /proc/uptime`)
 	lines := strings.Split(strings.TrimSpace(out), "\n")
 	if len(lines) != 5 || lines[0] != "warm" || lines[1] != "/testbed" || lines[2] != "user" || !strings.HasPrefix(lines[3], "tornado 6.") {
@@ -135,6 +137,43 @@ func TestABuiltTemplateBootsOnceAndItsClonesGoOnFromThere(t *testing.T) {
 	spec.WarmUp = []string{"true"}
 	if _, err := s.Build(t.Context(), spec, nil); !errors.Is(err, ErrInUse) {
 		t.Errorf("replacing a loaded template: got %v, want ErrInUse", err)
+	}
+}
+
+// checkIndex finds the last block of the root image that is not zero, through the index the build wrote.
+func checkIndex(t *testing.T, tmpl *Template) {
+	t.Helper()
+	if tmpl.Files[indexFile].Size == 0 {
+		t.Error("the build wrote no index of public pages")
+	}
+	im, err := tmpl.OpenMemory()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = im.Close() }()
+	root, err := os.ReadFile(tmpl.RootFile())
+	if err != nil {
+		t.Fatal(err)
+	}
+	f, err := os.Open(tmpl.RootFile())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	l, err := tmpl.OpenLibrary(t.Context(), im, f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = l.Close() }()
+	at := len(root) - units.PageSize
+	for codec.IsZero((*units.Page)(root[at:])) {
+		at -= units.PageSize
+	}
+	page := (*units.Page)(root[at:])
+	id, ok := l.Find(page, codec.Checksum(page))
+	var got units.Page
+	if err := l.Read(&got, id); !ok || err != nil || got != *page {
+		t.Errorf("root block at %#x: found %v, read %v", at, ok, err)
 	}
 }
 

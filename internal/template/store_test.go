@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -28,6 +29,9 @@ func testStore(t *testing.T) *Store {
 	return s
 }
 
+// allFiles are those a build writes now.
+var allFiles = append(slices.Clip(contentFiles), indexFile)
+
 // addTemplate writes a small template as Build would; change edits the manifest before it is written.
 func addTemplate(t *testing.T, s *Store, name string, change func(*Manifest)) {
 	t.Helper()
@@ -39,7 +43,7 @@ func addTemplate(t *testing.T, s *Store, name string, change func(*Manifest)) {
 		Format: Format, Name: name, Created: time.Unix(1700000000, 5).UTC(), Input: "input", Host: testHost,
 		Hardware: vmm.Hardware{Memory: 4 * units.MiB, VCPUs: 1, Accel: vmm.TCG, CPU: "max"}, Files: map[string]FileSums{},
 	}
-	for i, f := range contentFiles {
+	for i, f := range allFiles {
 		data := []byte(strings.Repeat(f, 5000)) // over several blocks
 		if f == memoryFile || f == rootFile {
 			data = make([]byte, smallFile+40<<10) // with a hole
@@ -116,7 +120,7 @@ func TestEveryKindOfDamageToEveryFileIsNamed(t *testing.T) {
 			return errors.Join(os.Rename(path, path+".old"), os.Symlink(path+".old", path), os.Rename(path+".old", filepath.Join(filepath.Dir(filepath.Dir(path)), "elsewhere")))
 		},
 	}
-	for _, file := range append([]string{manifestFile, sumFile}, contentFiles...) {
+	for _, file := range append([]string{manifestFile, sumFile}, allFiles...) {
 		for what, damage := range damages {
 			for _, seenBefore := range []bool{false, true} {
 				t.Run(fmt.Sprintf("%s %s, loaded before: %v", file, what, seenBefore), func(t *testing.T) {
@@ -163,8 +167,8 @@ func TestAnIntactTemplateLoadsAndHashesLargeFilesOnlyOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	remembered := s.readVerified(m)
-	if len(remembered) != len(contentFiles) {
-		t.Errorf("%d files are remembered as verified, want %d", len(remembered), len(contentFiles))
+	if len(remembered) != len(allFiles) {
+		t.Errorf("%d files are remembered as verified, want %d", len(remembered), len(allFiles))
 	}
 	if err := load(t, s, "x"); err != nil {
 		t.Errorf("second load: %v", err)

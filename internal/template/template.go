@@ -13,7 +13,7 @@
 //
 // Layout of the state directory:
 //
-//	templates/NAME/{manifest.json,manifest.sha256,root.ext4,disk.img,memory.img,device.state,vmlinuz,initrd}
+//	templates/NAME/{manifest.json,manifest.sha256,root.ext4,disk.img,memory.img,device.state,vmlinuz,initrd,content.index}
 //	cache/base      archives of Debian packages, layers of OCI images
 //	cache/kernel    unpacked kernels
 //	cache/verified  what Load need not hash again
@@ -76,9 +76,13 @@ const (
 	initrdFile   = "initrd"
 )
 
-// contentFiles are all files the manifest describes. A folder with any other
-// file, or without one of these, is damaged.
+// contentFiles are the files that the manifest of every template describes. A folder with
+// a file its manifest does not describe, or without one it does, is damaged.
 var contentFiles = []string{rootFile, diskFile, memoryFile, stateFile, kernelFile, initrdFile}
+
+// indexFile is derived from root image and memory. Templates built before there was a
+// library of public pages do not have it.
+const indexFile = "content.index"
 
 // Template is a verified template. It keeps the store from removing or
 // replacing the files until Close. Safe for concurrent use, Close excepted.
@@ -106,6 +110,9 @@ func (t *Template) KernelFile() string { return filepath.Join(t.dir, kernelFile)
 
 // InitrdFile returns the path of the initial ramdisk.
 func (t *Template) InitrdFile() string { return filepath.Join(t.dir, initrdFile) }
+
+// IndexFile returns the path of the index of public pages, which may not exist: see OpenLibrary.
+func (t *Template) IndexFile() string { return filepath.Join(t.dir, indexFile) }
 
 // OpenMemory loads the guest's memory into a sealed memory file. All clones of
 // one process should share one: it costs Manifest.Resident of memory.

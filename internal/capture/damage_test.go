@@ -5,8 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"flag"
-	"fmt"
-	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -309,70 +307,75 @@ func readRecord(plain []byte) error {
 	return s.Gaps(func(Gap) error { return nil })
 }
 
-// FuzzRecord: no bytes of a record make a reader do more than return an error, and what it
-// takes is what it was told to expect.
+// FuzzRecord: no record of a gap makes a reader do more than return an error, and what it
+// takes is a gap. The first byte says how many private, changed and gone pages the
+// description knows of.
 func FuzzRecord(f *testing.F) {
 	page := strings.Repeat("p", units.PageSize)
-	for _, s := range []string{"", "AZCAP1G\x08\x00\x01\x00", "AZCAP1G\x08\x00\x01\x02\x01" + page + "\x00", "AZCAP1G\x08\x00\x01\x1e\x01" + page + "\x00"} {
+	for _, s := range []string{
+		"", "\x00AZCAP1G\x08\x00\x01\x00", "\x05AZCAP1G\x08\x00\x01\x02\x01" + page + "\x00",
+		"\x11AZCAP1G\x08\x00\x01\x01\x01\x03\x01\x00", "\x05AZCAP1G\x08\x00\x01\x1e\x01" + page + "\x00",
+	} {
 		f.Add([]byte(s))
 	}
-	u := newRecordReader()
+	s := &Set{info: &Info{Memory: Content{Size: 8 * units.PageSize}, Gaps: []GapInfo{{Changed: 8}}}}
+	r, err := s.newGapReader()
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Cleanup(r.close)
 	f.Fuzz(func(t *testing.T, data []byte) {
-		if u.begin(bytes.NewReader(data), header{kind: kindGap, frames: 8, call: 1}) != nil {
+		if len(data) == 0 {
 			return
 		}
-		next, page := uint64(0), units.Page{}
-		for {
-			o, start, n, err := u.run()
-			if err != nil || o == opEnd {
-				return
+		g := GapInfo{Call: 1, Private: int64(data[0] & 3), Changed: int64(data[0] >> 2 & 3), Gone: int64(data[0] >> 4 & 3)}
+		r.private = [][]uint64{{0b1010_1010}}
+		if r.unpack.record.begin(bytes.NewReader(data[1:]), r.header(g)) != nil || r.runs(g) != nil {
+			return
+		}
+		frames := uint64(0)
+		for i, f := range r.gap.Frames {
+			if f >= 8 || i > 0 && f <= r.gap.Frames[i-1] {
+				t.Fatalf("frames %v", r.gap.Frames)
 			}
-			if start < next || n == 0 || start+n > 8 {
-				t.Fatalf("run %d+%d after %d of 8", start, n, next)
+			frames |= 1 << f
+		}
+		for _, f := range r.gap.Gone {
+			if frames&(1<<f) != 0 || 0b1010_1010&(1<<f) == 0 {
+				t.Fatalf("frame %d is gone, of %08b before and %08b now", f, 0b1010_1010, frames)
 			}
-			next = start + n
-			for ; o == opContent && n > 0; n-- {
-				if u.page(&page) != nil {
-					return
-				}
-			}
+		}
+		if frames != r.private[0][0] || int64(len(r.gap.Frames)) != g.Private || int64(len(r.gap.Changed)) != g.Changed {
+			t.Fatalf("frames %v, noted %08b, changed %d of %+v", r.gap.Frames, r.private[0][0], len(r.gap.Changed), g)
 		}
 	})
 }
 
-// FuzzCapture: no description and no file of a sibling do more than return an error.
-func FuzzCapture(f *testing.F) {
-	good := filepath.Join(f.TempDir(), "good")
-	write(f, good, small())
-	info, err := os.ReadFile(filepath.Join(good, infoFile))
+// FuzzInfo: a description that is accepted keeps to its bounds.
+func FuzzInfo(f *testing.F) {
+	data, err := os.ReadFile("testdata/golden/capture.json")
 	if err != nil {
 		f.Fatal(err)
 	}
-	pages, err := os.ReadFile(filepath.Join(good, siblingFile(0)))
-	if err != nil {
-		f.Fatal(err)
-	}
-	f.Add(info, pages)
-	f.Fuzz(func(t *testing.T, info, pages []byte) {
-		parsed, err := parseInfo(info)
-		if err != nil || parsed.Memory.Size > units.GiB {
-			return // a memory this large only takes time
-		}
-		dir := t.TempDir()
-		for i := range parsed.Siblings {
-			if err := os.WriteFile(filepath.Join(dir, siblingFile(i)), pages, 0o600); err != nil {
+	f.Add(data)
+	f.Add([]byte(`{"format":1}`))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		info, err := parseInfo(data)
+		if err != nil {
+			if !errors.Is(err, ErrDamaged) && !errors.Is(err, ErrFormat) {
 				t.Fatal(err)
 			}
+			return
 		}
-		s := &Set{dir: dir, info: parsed}
-		err = s.Gaps(func(g Gap) error {
-			if len(g.Frames) > parsed.Frames() || len(g.Changed) > len(g.Frames) {
-				return fmt.Errorf("%d private pages, %d changed, of %d", len(g.Frames), len(g.Changed), parsed.Frames())
+		if info.Frames() <= 0 || info.Memory.Size > maxMemory || info.Bytes() < 0 {
+			t.Fatalf("%d frames, %d bytes", info.Frames(), info.Bytes())
+		}
+		end := make([]int64, len(info.Siblings))
+		for _, g := range info.Gaps {
+			if g.Offset != end[g.Sibling] || g.Changed > int64(info.Frames()) || g.Changed < 0 {
+				t.Fatalf("gap %+v", g)
 			}
-			return nil
-		})
-		if err != nil && !errors.Is(err, ErrDamaged) && !errors.Is(err, io.EOF) && !strings.Contains(err.Error(), "read capture") {
-			t.Fatal(err)
+			end[g.Sibling] += g.Length
 		}
 	})
 }

@@ -30,7 +30,7 @@ var (
 // Bounds of what a capture may claim. All are far above what a Writer is ever given.
 const (
 	maxMemory   = 64 * units.GiB
-	maxSiblings = 1024
+	maxSiblings = 256
 	maxGaps     = 1 << 20
 	maxInfo     = 256 * units.MiB // of capture.json: maxGaps of about 250 bytes
 	maxText     = 4096            // bytes of a name or command; a Writer cuts longer commands

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/bits"
 	"os"
 	"path/filepath"
 	"time"
@@ -145,8 +146,8 @@ func (s *Set) newGapReader() (_ *gapReader, err error) {
 			return nil, err
 		}
 		r.files = append(r.files, file)
-		r.private = append(r.private, make([]uint64, (r.frames+63)/64))
 	}
+	r.private = make([][]uint64, len(r.files))
 	most := int64(0)
 	for _, g := range s.info.Gaps {
 		most = max(most, g.Changed)
@@ -173,9 +174,21 @@ func (r *gapReader) close() {
 
 // read reads the gap g into r.gap.
 func (r *gapReader) read(g GapInfo) error {
-	want := header{kind: kindGap, frames: r.frames, sibling: uint64(g.Sibling), call: uint64(g.Call)}
-	if err := r.unpack.begin(io.NewSectionReader(r.files[g.Sibling], g.Offset, g.Length), want); err != nil {
+	src := io.NewSectionReader(r.files[g.Sibling], g.Offset, g.Length)
+	if err := r.unpack.begin(src, r.header(g)); err != nil {
 		return err
+	}
+	return r.runs(g)
+}
+
+func (r *gapReader) header(g GapInfo) header {
+	return header{kind: kindGap, frames: r.frames, sibling: uint64(g.Sibling), call: uint64(g.Call)}
+}
+
+// runs reads what follows the header.
+func (r *gapReader) runs(g GapInfo) error {
+	if r.private[g.Sibling] == nil {
+		r.private[g.Sibling] = make([]uint64, (r.frames+63)/64)
 	}
 	r.gap = Gap{
 		Sibling: g.Sibling, Call: g.Call, At: g.At,
@@ -196,6 +209,13 @@ func (r *gapReader) read(g GapInfo) error {
 	if int64(len(r.gap.Frames)) != g.Private || int64(len(r.gap.Changed)) != g.Changed || int64(len(r.gap.Gone)) != g.Gone {
 		return fmt.Errorf("it has %d private pages, %d changed, %d gone, not %d, %d, %d",
 			len(r.gap.Frames), len(r.gap.Changed), len(r.gap.Gone), g.Private, g.Changed, g.Gone)
+	}
+	known := 0
+	for _, w := range r.private[g.Sibling] {
+		known += bits.OnesCount64(w)
+	}
+	if known != len(r.gap.Frames) {
+		return fmt.Errorf("it says nothing of %d frames that were private before", known-len(r.gap.Frames))
 	}
 	return nil
 }

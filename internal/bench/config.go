@@ -25,6 +25,7 @@ type Config struct {
 	Display      report.Display
 	NativeReplay func() NativeResult // how long the calls take without a VM; nil = not measured
 	OnCallEnd    CallEndFunc         // looks at a sandbox between its calls; nil = nobody does
+	Parallel     int                 // at most so many calls run at once, the others wait for their turn; 0 = any number
 }
 
 // A CallEndFunc is called when a call has ended, before the thinking time, also after the

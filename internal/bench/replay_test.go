@@ -112,3 +112,28 @@ func TestAnInterruptedReplayIsAnError(t *testing.T) {
 		}
 	})
 }
+
+func TestCallsWaitForTheirTurn(t *testing.T) {
+	for _, c := range []struct{ parallel, most int }{{0, 2}, {1, 1}, {2, 2}} {
+		var mu sync.Mutex
+		now, most, calls := 0, 0, 0
+		err := replayOnce(t, Config{Parallel: c.parallel}, func(m Mode, s string, n int, spec CallSpec) (CallResult, error) {
+			if n == 0 { // the final state is no call
+				return CallResult{}, nil
+			}
+			mu.Lock()
+			now++
+			calls++
+			most = max(most, now)
+			mu.Unlock()
+			time.Sleep(time.Second)
+			mu.Lock()
+			now--
+			mu.Unlock()
+			return CallResult{}, nil
+		})
+		if err != nil || most != c.most || calls != 6 {
+			t.Errorf("parallel %d: %d calls, %d at once (%v), want 6, %d", c.parallel, calls, most, err, c.most)
+		}
+	}
+}

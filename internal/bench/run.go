@@ -80,7 +80,8 @@ type run struct {
 	counters Counters
 	baseline *run // the last run without compression, for the display; nil before
 
-	stop context.CancelCauseFunc // ends the replay; its cause becomes the run's error
+	stop  context.CancelCauseFunc // ends the replay; its cause becomes the run's error
+	turns chan struct{}           // holds one element for each call that runs; nil: any number may
 }
 
 // replay makes a fleet, replays everything and closes the fleet. An error means
@@ -89,6 +90,9 @@ func (c *Config) replay(ctx context.Context, mode Mode, number int, baseline *ru
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	r = &run{cfg: c, mode: mode, number: number, begin: time.Now(), baseline: baseline, stop: cancel}
+	if c.Parallel > 0 {
+		r.turns = make(chan struct{}, c.Parallel)
+	}
 	for _, p := range c.Sandboxes {
 		r.lanes = append(r.lanes, &lane{plan: p})
 	}
@@ -145,6 +149,9 @@ func (r *run) start(ctx context.Context, fleet Fleet) error {
 	}
 	all.Wait()
 	r.startup = time.Since(r.begin)
+	if ctx.Err() != nil { // one reason, not one for each sandbox
+		return fmt.Errorf("start sandboxes: %w", context.Cause(ctx))
+	}
 	if err := errors.Join(errs...); err != nil {
 		return err
 	}
@@ -167,7 +174,7 @@ func (r *run) drive(ctx context.Context, index int, l *lane) {
 	}
 	looked := time.Duration(0) // how much of the thinking time OnCallEnd took
 	for i, step := range l.plan.Trajectory.Steps {
-		if !sleep(ctx, r.cfg.gap(step)-looked) {
+		if !sleep(ctx, r.cfg.gap(step)-looked) || !r.takeTurn(ctx) {
 			return
 		}
 		l.change(func(p *progress) {
@@ -177,6 +184,7 @@ func (r *run) drive(ctx context.Context, index int, l *lane) {
 			}
 		})
 		rec := r.call(ctx, box, r.spec(step))
+		r.endTurn()
 		if ctx.Err() != nil {
 			return
 		}
@@ -198,6 +206,26 @@ func (r *run) drive(ctx context.Context, index int, l *lane) {
 	rec := r.call(ctx, box, r.spec(traj.Step{Shell: finalCommand}))
 	if ctx.Err() == nil {
 		l.final = &rec
+	}
+}
+
+// takeTurn waits until a call may run; false means the context ended.
+func (r *run) takeTurn(ctx context.Context) bool {
+	if r.turns == nil {
+		return true
+	}
+	select {
+	case r.turns <- struct{}{}:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// endTurn lets the next call run.
+func (r *run) endTurn() {
+	if r.turns != nil {
+		<-r.turns
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"time"
 
 	"github.com/agentzip/agentzip/internal/bench"
@@ -21,6 +22,11 @@ const captureSample = 2 * time.Second
 // captureTimeout bounds a call that hangs. Sixteen emulated guests on two busy cores took more
 // than five minutes for a test module, and a call that is cut short leaves other pages.
 const captureTimeout = 30 * time.Minute
+
+// callsPerCore bounds the calls that run at once. With all of sixteen on two cores each takes
+// eight times as long, and what has a time limit of its own (tests of network code) fails.
+// One call a core would leave cores idle while a guest waits for its disk.
+const callsPerCore = 2
 
 // CaptureOptions says what to capture, and where.
 type CaptureOptions struct {
@@ -67,6 +73,7 @@ func (d *Daemon) Capture(ctx context.Context, o CaptureOptions) (_ capture.Info,
 		Fleet:     d.Fleets(FleetOptions{Template: o.Template}),
 		Sandboxes: o.Plans, GapScale: o.GapScale, MaxGap: o.MaxGap,
 		First: bench.Off, SampleEvery: captureSample, CallTimeout: captureTimeout, Display: o.Display,
+		Parallel: callsPerCore * runtime.NumCPU(),
 		OnCallEnd: func(ctx context.Context, e bench.CallEnd) error {
 			return captureGap(ctx, w, clone.Image, e, o.Display)
 		},

@@ -1,20 +1,27 @@
 package pager
 
 import (
+	"os"
 	"sync/atomic"
 	"unsafe"
 
+	"github.com/agentzip/agentzip/internal/hostmem"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
-// word returns the table's entry of a frame as an atomic.
+// words returns mapped memory as atomics.
 //
-// SAFETY: t.words is the page-aligned start of a shared mapping of frames*4 bytes, so
-// that every entry is aligned and inside it; the caller checks f < frames by the slice
-// expression. The mapping outlives all users (Pager.life).
-func (t *table) word(f units.Frame) *atomic.Uint32 {
-	b := t.words[4*uint64(f) : 4*uint64(f)+4]
-	return (*atomic.Uint32)(unsafe.Pointer(&b[0]))
+// SAFETY: data is a shared mapping, so page-aligned, of whole pages; every access is
+// checked against the slice's length. The mapping outlives all users (Pager.life).
+func words(data []byte) []atomic.Uint32 {
+	return unsafe.Slice((*atomic.Uint32)(unsafe.Pointer(unsafe.SliceData(data))), len(data)/4)
 }
 
 const _ = uint(unsafe.Sizeof(atomic.Uint32{})-4) + uint(4-unsafe.Sizeof(atomic.Uint32{})) // a word is 4 bytes
+
+// fileSide is what os.NewFile allocates behind an os.File of Go 1.26:
+// TestTheGoSideOfTheTableIsCounted.
+const fileSide = 176
+
+// goSide is what a table has on the Go heap.
+const goSide = units.Bytes(unsafe.Sizeof(table{}) + unsafe.Sizeof(hostmem.Mapping{}) + unsafe.Sizeof(os.File{}) + fileSide)

@@ -6,8 +6,6 @@ import (
 	"math/rand/v2"
 	"runtime"
 	"slices"
-	"sync"
-	"sync/atomic"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -119,104 +117,122 @@ func checkTable(tab *table, wantWords, wantMarks int) error {
 	return nil
 }
 
-func TestTheTableIsAMapOfWords(t *testing.T) {
-	rapid.Check(t, func(rt *rapid.T) {
-		frames := rapid.SampledFrom([]int{1, 100, 5000, testFrames, 1<<frameShift + 77, 2 << frameShift}).Draw(rt, "frames")
-		tab := openTable(t, frames)
-		modelWords, modelMarks := map[units.Frame]entry{}, map[units.Frame]bool{}
-		base := rapid.SliceOfN(rapid.IntRange(0, frames-1), 1, 6).Draw(rt, "places")
-		frame := rapid.Custom(func(rt *rapid.T) units.Frame {
-			near := rapid.SampledFrom(base).Draw(rt, "near") + rapid.SampledFrom([]int{0, 1, 2, 7, 8, 120, 128, 2048, 1 << 15}).Draw(rt, "by")
+// A tableModel is a table beside what it must contain.
+type tableModel struct {
+	*table
+	words map[units.Frame]entry
+	marks map[units.Frame]bool // written too
+	frame *rapid.Generator[units.Frame]
+	word  *rapid.Generator[entry]
+}
+
+func newTableModel(t *testing.T, rt *rapid.T) *tableModel {
+	t.Helper()
+	frames := rapid.SampledFrom([]int{1, 100, 5000, testFrames, 1<<frameShift + 77, 2 << frameShift}).Draw(rt, "frames")
+	places := rapid.SliceOfN(rapid.IntRange(0, frames-1), 1, 6).Draw(rt, "places")
+	return &tableModel{
+		table: openTable(t, frames), words: map[units.Frame]entry{}, marks: map[units.Frame]bool{},
+		frame: rapid.Custom(func(rt *rapid.T) units.Frame {
+			near := rapid.SampledFrom(places).Draw(rt, "near") + rapid.SampledFrom([]int{0, 1, 2, 7, 8, 120, 128, 2048, 1 << 15}).Draw(rt, "by")
 			return units.Frame(min(near, frames-1))
-		})
-		word := rapid.Custom(func(rt *rapid.T) entry {
+		}),
+		word: rapid.Custom(func(rt *rapid.T) entry {
 			tag := tag(rapid.IntRange(0, int(tagCount)-1).Draw(rt, "tag"))
 			if tag == tagTemplate || tag == tagZero || tag == tagBusy {
 				return makeEntry(tag, 0)
 			}
 			return makeEntry(tag, uint32(rapid.IntRange(1, handleMask).Draw(rt, "low")))
-		})
-		store := func(f units.Frame, e entry) {
-			tab.store(f, e)
-			if modelWords[f] = e; e == entryTemplate {
-				delete(modelWords, f)
-			}
+		}),
+	}
+}
+
+func (m *tableModel) put(f units.Frame, e entry) {
+	m.store(f, e)
+	if m.words[f] = e; e == entryTemplate {
+		delete(m.words, f)
+	}
+}
+
+func (m *tableModel) checkDrain(rt *rapid.T) {
+	var want []Touch
+	for _, f := range slices.Sorted(maps.Keys(m.marks)) {
+		want = append(want, Touch{Frame: f, Write: m.marks[f]})
+	}
+	if d := cmp.Diff(want, m.drain(nil)); d != "" {
+		rt.Fatalf("drained (-want +got):\n%s", d)
+	}
+	clear(m.marks)
+}
+
+func (m *tableModel) checkEach(rt *rapid.T, forget bool) {
+	got := map[units.Frame]entry{}
+	last := -1
+	m.each(func(f units.Frame, e entry) bool {
+		if int(f) <= last {
+			rt.Fatalf("frame %d after %d", f, last)
 		}
-		drain := func(rt *rapid.T) {
-			var want []Touch
-			for _, f := range slices.Sorted(maps.Keys(modelMarks)) {
-				want = append(want, Touch{Frame: f, Write: modelMarks[f]})
-			}
-			if d := cmp.Diff(want, tab.drain(nil)); d != "" {
-				rt.Fatalf("drained (-want +got):\n%s", d)
-			}
-			clear(modelMarks)
+		got[f], last = e, int(f)
+		if forget {
+			m.store(f, entryTemplate)
 		}
-		each := func(rt *rapid.T, forget bool) {
-			got := map[units.Frame]entry{}
-			last := -1
-			tab.each(func(f units.Frame, e entry) bool {
-				if int(f) <= last {
-					rt.Fatalf("frame %d after %d", f, last)
-				}
-				got[f], last = e, int(f)
-				if forget {
-					tab.store(f, entryTemplate)
-				}
-				return true
-			})
-			if d := cmp.Diff(modelWords, got); d != "" {
-				rt.Fatalf("words (-want +got):\n%s", d)
-			}
-			if forget {
-				clear(modelWords)
-			}
-		}
+		return true
+	})
+	if d := cmp.Diff(m.words, got); d != "" {
+		rt.Fatalf("words (-want +got):\n%s", d)
+	}
+	if forget {
+		clear(m.words)
+	}
+}
+
+func (m *tableModel) checkStructure(rt *rapid.T) {
+	wordLeaves, markLeaves := map[units.Frame]bool{}, map[units.Frame]bool{}
+	for f := range m.words {
+		wordLeaves[f>>leafShift] = true
+	}
+	for f := range m.marks {
+		markLeaves[f>>nodeShift] = true
+	}
+	if err := checkTable(m.table, len(wordLeaves), len(markLeaves)); err != nil {
+		rt.Fatal(err)
+	}
+}
+
+func TestTheTableIsAMapOfWords(t *testing.T) {
+	rapid.Check(t, func(rt *rapid.T) {
+		m := newTableModel(t, rt)
 		rt.Repeat(map[string]func(*rapid.T){
-			"store":    func(rt *rapid.T) { store(frame.Draw(rt, "frame"), word.Draw(rt, "word")) },
-			"template": func(rt *rapid.T) { store(frame.Draw(rt, "frame"), entryTemplate) },
+			"store":    func(rt *rapid.T) { m.put(m.frame.Draw(rt, "frame"), m.word.Draw(rt, "word")) },
+			"template": func(rt *rapid.T) { m.put(m.frame.Draw(rt, "frame"), entryTemplate) },
 			"run": func(rt *rapid.T) {
-				f, e := frame.Draw(rt, "frame"), word.Draw(rt, "word")
+				f, e := m.frame.Draw(rt, "frame"), m.word.Draw(rt, "word")
 				for i := range rapid.IntRange(1, 300).Draw(rt, "pages") {
-					if int(f)+i < frames {
-						store(f+units.Frame(i), e)
+					if int(f)+i < m.frames {
+						m.put(f+units.Frame(i), e)
 					}
 				}
 			},
 			"mark": func(rt *rapid.T) {
-				f, write := frame.Draw(rt, "frame"), rapid.Bool().Draw(rt, "write")
-				tab.mark(f, write)
-				modelMarks[f] = modelMarks[f] || write
+				f, write := m.frame.Draw(rt, "frame"), rapid.Bool().Draw(rt, "write")
+				m.mark(f, write)
+				m.marks[f] = m.marks[f] || write
 			},
 			"load": func(rt *rapid.T) {
-				f := frame.Draw(rt, "frame")
-				if got, want := tab.load(f), modelWords[f]; got != want { // no word: 0, Template
-					rt.Fatalf("frame %d is %#x, want %#x", f, got, want)
+				f := m.frame.Draw(rt, "frame")
+				if got, want := m.load(f), m.words[f]; got != want { // no word: 0, Template
+					rt.Fatalf("frame %d is %#x, want %#x", f, uint32(got), uint32(want))
 				}
 			},
-			"drain":      drain,
-			"each":       func(rt *rapid.T) { each(rt, false) },
-			"forget all": func(rt *rapid.T) { each(rt, true) },
-			"": func(rt *rapid.T) {
-				wordLeaves, markLeaves := map[units.Frame]bool{}, map[units.Frame]bool{}
-				for f := range modelWords {
-					wordLeaves[f>>leafShift] = true
-				}
-				for f := range modelMarks {
-					markLeaves[f>>nodeShift] = true
-				}
-				if err := checkTable(tab, len(wordLeaves), len(markLeaves)); err != nil {
-					rt.Fatal(err)
-				}
-			},
+			"drain":      m.checkDrain,
+			"each":       func(rt *rapid.T) { m.checkEach(rt, false) },
+			"forget all": func(rt *rapid.T) { m.checkEach(rt, true) },
+			"":           m.checkStructure,
 		})
-		each(rt, true)
-		drain(rt)
-		if err := checkTable(tab, 0, 0); err != nil {
-			rt.Fatal(err)
-		}
-		regions := (frames + 1<<frameShift - 1) >> frameShift
-		if got := occupied(t, tab); got > units.Bytes(regions)*units.PageSize+goSide {
+		m.checkEach(rt, true)
+		m.checkDrain(rt)
+		m.checkStructure(rt)
+		regions := (m.frames + 1<<frameShift - 1) >> frameShift
+		if got := occupied(t, m.table); got > units.Bytes(regions)*units.PageSize+goSide {
 			rt.Fatalf("without words and marks it occupies %d bytes", got)
 		}
 	})
@@ -240,130 +256,6 @@ func TestATableOfAllFramesFitsIntoItsMemory(t *testing.T) {
 			t.Errorf("%d frames take %.2f bytes each", frames, perFrame)
 		}
 	}
-}
-
-// A reader that was led to a cell before it moved must not believe what it finds there
-// after: once for the cell that goes, once for the one that takes its place.
-func TestMovesCountsBothUsesOfACell(t *testing.T) {
-	tab := openTable(t, 4096)
-	for f, want := range map[units.Frame]uint32{0: 2, 8: 1} { // the other leaf moves; the last goes
-		tab.store(0, entryZero)
-		tab.store(8, entryZero)
-		before := tab.moves.Load()
-		tab.store(f, entryTemplate)
-		if got := tab.moves.Load() - before; got != want {
-			t.Errorf("moves counted %d, want %d", got, want)
-		}
-		tab.store(0, entryTemplate)
-		tab.store(8, entryTemplate)
-	}
-}
-
-// TestALoadThatIsOvertakenBeginsAgain has stores between the steps of a load.
-func TestALoadThatIsOvertakenBeginsAgain(t *testing.T) {
-	rapid.Check(t, func(rt *rapid.T) {
-		tab := openTable(t, 4096)
-		model := map[units.Frame]entry{}
-		frame := rapid.Custom(func(rt *rapid.T) units.Frame {
-			return units.Frame(8 * rapid.SampledFrom([]int{0, 1, 2, 16, 17, 256, 257, 300}).Draw(rt, "leaf"))
-		})
-		stores := func() (changed map[units.Frame]bool) {
-			changed = map[units.Frame]bool{}
-			for range rapid.IntRange(0, 4).Draw(rt, "stores") {
-				f := frame.Draw(rt, "frame")
-				model[f] = entryTemplate
-				if rapid.Bool().Draw(rt, "evict") {
-					model[f] = evicted(pool.Handle(rapid.Uint32Range(1, handleMask).Draw(rt, "handle")))
-				}
-				tab.store(f, model[f])
-				changed[f] = true
-			}
-			return changed
-		}
-		stores()
-		for range 8 {
-			f := frame.Draw(rt, "load")
-			right := map[entry]bool{model[f]: true}
-			began, n, ok := tab.moves.Load(), uint32(f)>>rootShift, true
-			var got entry
-			for level := 0; ok; level++ {
-				if stores()[f] {
-					right[model[f]] = true
-				}
-				if level == wordTree.levels {
-					got, ok = tab.read(f, n, began)
-					break
-				}
-				if n, ok = tab.step(f, level, n, began); n == 0 {
-					break
-				}
-			}
-			if ok && !right[got] {
-				rt.Fatalf("frame %d is %#x, want one of %v", f, uint32(got), right)
-			}
-		}
-	})
-}
-
-// TestALoadIsOfItsFrameAndNotOlderThanItBegan has readers without the lock while leaves
-// come, move and go. Version v of a frame's word is Template if v is odd.
-func TestALoadIsOfItsFrameAndNotOlderThanItBegan(t *testing.T) {
-	const (
-		frames  = 1 << 13
-		stride  = 40 // a leaf, and often a cell above it, for each frame
-		watched = frames / stride
-		readers = 3
-		stores  = 200_000
-	)
-	tab := openTable(t, frames)
-	var begun, done [watched]atomic.Uint32
-	word := func(i int, v uint32) entry {
-		if v%2 == 1 || v == 0 {
-			return entryTemplate
-		}
-		return evicted(pool.Handle(uint32(i)<<20 | v))
-	}
-	var stop atomic.Bool
-	var loads atomic.Uint64
-	var wg sync.WaitGroup
-	for r := range readers {
-		rng := rand.New(rand.NewPCG(1, uint64(r)))
-		wg.Go(func() {
-			for !stop.Load() {
-				i := rng.IntN(watched)
-				from := done[i].Load()
-				e := tab.load(units.Frame(i * stride))
-				to := begun[i].Load()
-				ok := false
-				for v := from; v <= to && !ok; v++ {
-					ok = e == word(i, v)
-				}
-				if !ok {
-					t.Errorf("frame %d is %#x, want a version of %d..%d", i*stride, uint32(e), from, to)
-					return
-				}
-				loads.Add(1)
-			}
-		})
-	}
-	rng := rand.New(rand.NewPCG(2, 2))
-	for range stores {
-		i := rng.IntN(watched)
-		v := begun[i].Add(1)
-		tab.store(units.Frame(i*stride), word(i, v))
-		done[i].Store(v)
-		if rng.IntN(8) == 0 {
-			tab.mark(units.Frame(rng.IntN(frames)), true)
-		}
-		if rng.IntN(512) == 0 {
-			tab.drain(nil)
-		}
-	}
-	for loads.Load() == 0 && !t.Failed() {
-		runtime.Gosched()
-	}
-	stop.Store(true)
-	wg.Wait()
 }
 
 // scatter returns frames with words as they lie in a clone at the end of a session: 4,631

@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/agentzip/agentzip/internal/bench"
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/daemon"
 	"github.com/agentzip/agentzip/internal/report"
 	"github.com/agentzip/agentzip/internal/traj"
@@ -27,6 +28,7 @@ type demoFlags struct {
 	order      string
 	repeat     int
 	native     string
+	isolation  string
 	noPrefetch bool
 	jsonFile   string
 }
@@ -59,6 +61,7 @@ The last line of stdout is for scripts and keeps its form:
 	fl.StringVar(&f.order, "order", "off,on", "which run comes first: off,on or on,off")
 	fl.IntVar(&f.repeat, "repeat", 1, "pairs of runs; every other pair in the other order")
 	fl.StringVar(&f.native, "native", "auto", "also time the commands on this host without a VM: on, off, auto (our own scenario only)")
+	addIsolation(cmd, &f.isolation)
 	fl.BoolVar(&f.noPrefetch, "no-prefetch", false, "restore only what faults ask for")
 	fl.StringVar(&f.jsonFile, "json", "", "write the whole report as JSON to this file (-: to stdout, and the table to stderr)")
 	for name, complete := range map[string]cobra.CompletionFunc{
@@ -97,11 +100,21 @@ func (f *demoFlags) check() error {
 	case f.native != "auto" && f.native != "on" && f.native != "off":
 		return usageError(fmt.Errorf("--native %q: use auto, on or off", f.native))
 	}
-	return f.jobFlags.check()
+	if err := f.jobFlags.check(); err != nil {
+		return err
+	}
+	if _, err := cohort.ParseIsolation(f.isolation); err != nil {
+		return usageError(fmt.Errorf("--isolation: %w", err))
+	}
+	return nil
 }
 
 func (f *demoFlags) run(cmd *cobra.Command) (err error) {
 	if err := f.check(); err != nil {
+		return err
+	}
+	isolation, err := cohort.ParseIsolation(f.isolation)
+	if err != nil {
 		return err
 	}
 	plans, notes, err := f.plans()
@@ -120,7 +133,7 @@ func (f *demoFlags) run(cmd *cobra.Command) (err error) {
 	}
 	display := f.display(ctx, cmd.ErrOrStderr())
 	cfg := bench.Config{
-		Fleet:     d.Fleets(daemon.FleetOptions{Template: f.template, NoPrefetch: f.noPrefetch}),
+		Fleet:     d.Fleets(daemon.FleetOptions{Template: f.template, Isolation: isolation, NoPrefetch: f.noPrefetch}),
 		Sandboxes: plans, GapScale: f.gapScale, MaxGap: f.maxGap, Repeat: f.repeat, Display: display,
 	}
 	if f.order == "on,off" {

@@ -42,7 +42,7 @@ func demoFlagsOf(t *testing.T, args ...string) (f demoFlags, err error) {
 			sandboxes: n, gapScale: scale, maxGap: gap, maxCalls: calls,
 			trajectories: get("trajectories"), group: get("group"), match: get("match"), seed: 1,
 		},
-		repeat: repeat, order: get("order"), native: get("native"),
+		repeat: repeat, order: get("order"), native: get("native"), isolation: get("isolation"),
 	}, nil
 }
 
@@ -59,6 +59,7 @@ func TestDemoFlagsThatMakeNoSenseAreRefusedBeforeAnythingStarts(t *testing.T) {
 		"--repeat=0":                "--repeat 0",
 		"--native=maybe":            `--native "maybe"`,
 		"--group=g":                 "need --trajectories",
+		"--isolation=none":          `isolation "none"`,
 	} {
 		f, err := demoFlagsOf(t, strings.Fields(args)...)
 		if err != nil {

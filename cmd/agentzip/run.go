@@ -11,6 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/daemon"
 	"github.com/agentzip/agentzip/internal/guestlink"
 	"github.com/agentzip/agentzip/internal/sandbox"
@@ -44,6 +45,7 @@ type runFlags struct {
 	user, cwd     string
 	env           []string
 	timeout       time.Duration
+	isolation     string
 	noCompression bool
 	stdin         bool
 	stats         bool
@@ -79,6 +81,7 @@ network unless its template was built with one; nothing of it is left afterwards
 	fl.StringArrayVarP(&f.env, "env", "e", nil, "NAME=VALUE for the command (repeatable)")
 	fl.DurationVar(&f.timeout, "timeout", 0, "kill the command after this time, for example 30s (default: none)")
 	fl.BoolVar(&f.noCompression, "no-compression", false, "leave the sandbox's memory alone")
+	addIsolation(cmd, &f.isolation)
 	fl.BoolVarP(&f.stdin, "interactive", "i", false, "pass standard input to the command")
 	fl.BoolVar(&f.stats, "stats", false, "afterwards, say on stderr what memory the sandbox used and what the call waited for")
 	if err := cmd.RegisterFlagCompletionFunc("template", completeTemplateFlag); err != nil {
@@ -90,6 +93,9 @@ network unless its template was built with one; nothing of it is left afterwards
 // command turns flags and arguments into what the guest runs.
 func (f *runFlags) command(cmd *cobra.Command, args []string) (guestlink.Command, error) {
 	c := guestlink.Command{Cwd: f.cwd, User: f.user, Timeout: f.timeout, Env: map[string]string{}}
+	if _, err := cohort.ParseIsolation(f.isolation); err != nil {
+		return c, usageError(fmt.Errorf("--isolation: %w", err))
+	}
 	if f.timeout < 0 {
 		return c, usageError(fmt.Errorf("--timeout %s: must not be negative", f.timeout))
 	}
@@ -134,12 +140,16 @@ func (f *runFlags) run(cmd *cobra.Command, command guestlink.Command) (err error
 		}
 	}
 	if !f.noCompression {
-		cohort, cerr := d.NewCohort()
+		isolation, perr := cohort.ParseIsolation(f.isolation)
+		if perr != nil {
+			return perr
+		}
+		siblings, cerr := d.NewCohort(ctx, daemon.CohortOptions{Template: opts.Template, Isolation: isolation})
 		if cerr != nil {
 			return cerr
 		}
-		defer func() { err = errors.Join(err, cohort.Close()) }()
-		opts.Cohort = cohort
+		defer func() { err = errors.Join(err, siblings.Close()) }()
+		opts.Cohort = siblings
 	}
 	sb, err := d.Clone(ctx, opts)
 	if err != nil {

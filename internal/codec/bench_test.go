@@ -66,12 +66,20 @@ func BenchmarkEncode(b *testing.B) {
 			return size(e.a[:max(n, 0)], n >= 0)
 		}},
 		{"zstd", func(s *sample) int {
-			body, _, _ := e.block(s.page, nil)
-			return size(body, body != nil)
+			enc, ok := e.Block(s.page, nil)
+			return size(enc.Data, ok)
 		}},
 		{"zstd-dict", func(s *sample) int {
-			body, _, _ := e.block(s.page, dict)
-			return size(body, body != nil)
+			enc, ok := e.Block(s.page, dict)
+			return size(enc.Data, ok)
+		}},
+		{"zstd-base", func(s *sample) int {
+			base := s.template
+			if base == nil {
+				base = ss[0].page
+			}
+			enc, ok := e.BlockBase(s.page, base)
+			return size(enc.Data, ok)
 		}},
 		{"checksum", func(s *sample) int {
 			Checksum(s.page)
@@ -106,13 +114,19 @@ func BenchmarkDecode(b *testing.B) {
 		templates[enc.Kind] = append(templates[enc.Kind], s.template)
 	}
 	for _, s := range ss {
+		if s.template != nil {
+			if enc, ok := e.BlockBase(s.page, s.template); ok {
+				enc.Sum = Checksum(s.page)
+				add(s, enc)
+			}
+		}
 		for _, dc := range []*Dictionary{nil, dict} {
 			if enc, ok := e.Encode(s.page, s.template, dc); ok {
 				add(s, enc)
 			}
 		}
 	}
-	for k := KindRLE; k <= KindZstdDict; k++ {
+	for k := KindRLE; k <= KindZstdBase; k++ {
 		b.Run(k.String(), func(b *testing.B) {
 			if len(encoded[k]) == 0 {
 				b.Skip("no such pages")

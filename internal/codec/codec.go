@@ -21,10 +21,14 @@ type Kind uint8
 // The encoders.
 const (
 	KindRLE      Kind = iota + 1 // runs, against a page of zeros
-	KindDelta                    // runs, against the template's page of the same frame
+	KindDelta                    // runs, against the base page
 	KindZstd                     // Zstandard block without dictionary
-	KindZstdDict                 // Zstandard block with the dictionary Encoded.Dict
+	KindZstdDict                 // Zstandard block with a dictionary
+	KindZstdBase                 // Zstandard block with the base page as prefix
 )
+
+// Kinds is one more than the highest Kind.
+const Kinds = int(KindZstdBase) + 1
 
 // String returns the word used in metrics and logs.
 func (k Kind) String() string {
@@ -37,9 +41,17 @@ func (k Kind) String() string {
 		return "zstd"
 	case KindZstdDict:
 		return "zstd-dict"
+	case KindZstdBase:
+		return "zstd-base"
 	}
 	return "unknown"
 }
+
+// HasBase reports whether the page is encoded against a base page.
+func (k Kind) HasBase() bool { return k == KindDelta || k == KindZstdBase }
+
+// HasOperand reports whether Encoded.Operand means something.
+func (k Kind) HasOperand() bool { return k == KindZstdDict || k.HasBase() }
 
 // DictID names a dictionary within its cohort. 0 is no dictionary.
 type DictID uint32
@@ -50,10 +62,18 @@ const MaxData = units.PageSize - 1
 
 // Encoded is one encoded page.
 type Encoded struct {
-	Kind Kind
-	Dict DictID // 0 unless Kind is KindZstdDict
-	Sum  uint32 // Checksum of the plain page
-	Data []byte // 0..MaxData bytes; empty: equal to the base (zeros, or the template page)
+	Kind    Kind
+	Operand uint32 // KindZstdDict: the DictID. KindDelta, KindZstdBase: the caller's name of the base, opaque here. Else 0
+	Sum     uint32 // Checksum of the plain page
+	Data    []byte // 0..MaxData bytes; empty: equal to the base (zeros, for KindRLE)
+}
+
+// Dict returns the dictionary that the page needs, 0 for none.
+func (e Encoded) Dict() DictID {
+	if e.Kind == KindZstdDict {
+		return DictID(e.Operand)
+	}
+	return 0
 }
 
 // Errors of Decode. All mean that dst holds no valid page.
@@ -64,6 +84,8 @@ var (
 	// ErrDictionary: the page needs a dictionary that was not given, is
 	// another one, or is closed.
 	ErrDictionary = errors.New("wrong or missing dictionary")
+	// ErrBase: the page needs a base page and none was given.
+	ErrBase = errors.New("missing base page")
 )
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)

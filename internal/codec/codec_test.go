@@ -120,12 +120,12 @@ func TestDecodeRefusesDamage(t *testing.T) {
 			for i := range data {
 				bad := append([]byte(nil), data...)
 				bad[i] ^= 0x11
-				check("a flipped byte", Encoded{enc.Kind, enc.Dict, enc.Sum, bad})
+				check("a flipped byte", Encoded{enc.Kind, enc.Operand, enc.Sum, bad})
 			}
 			for i := range min(len(data), 64) {
-				check("a lost end", Encoded{enc.Kind, enc.Dict, enc.Sum, data[:len(data)-1-i]})
+				check("a lost end", Encoded{enc.Kind, enc.Operand, enc.Sum, data[:len(data)-1-i]})
 			}
-			if err := d.Decode(&got, Encoded{enc.Kind, enc.Dict, enc.Sum ^ 1, data}, s.template, dc); !errors.Is(err, ErrCorrupt) {
+			if err := d.Decode(&got, Encoded{enc.Kind, enc.Operand, enc.Sum ^ 1, data}, s.template, dc); !errors.Is(err, ErrCorrupt) {
 				t.Fatalf("%s: a wrong checksum gives %v, want ErrCorrupt", s.name, err)
 			}
 		}
@@ -153,8 +153,8 @@ func TestDecodeWantsTheDictionaryThatThePageNames(t *testing.T) {
 		}
 	}
 	enc, ok := e.Encode(s.page, nil, dict)
-	if !ok || enc.Kind != KindZstdDict || enc.Dict != dict.ID() {
-		t.Fatalf("got kind %v dict %d, want zstd with dictionary %d", enc.Kind, enc.Dict, dict.ID())
+	if !ok || enc.Kind != KindZstdDict || enc.Dict() != dict.ID() {
+		t.Fatalf("got kind %v dict %d, want zstd with dictionary %d", enc.Kind, enc.Dict(), dict.ID())
 	}
 	enc.Data = append([]byte(nil), enc.Data...)
 	var got units.Page
@@ -221,5 +221,54 @@ func TestSteadyStateDoesNotAllocate(t *testing.T) {
 				t.Errorf("%s: %v allocations a page", s.name, n)
 			}
 		}
+	}
+}
+
+func TestABaseMakesAnAlikePageSmall(t *testing.T) {
+	e, d := NewEncoder(Options{}), NewDecoder()
+	defer e.Close()
+	defer d.Close()
+	r := newRand(21)
+	base := textPage(r)
+	page := *base
+	copy(page[700:], base[690:3000]) // shifted text: runs see nothing of it
+	enc, ok := e.BlockBase(&page, base)
+	if !ok || enc.Kind != KindZstdBase || len(enc.Data) > 300 {
+		t.Fatalf("a shifted copy takes %d bytes (%v)", len(enc.Data), ok)
+	}
+	enc.Sum = Checksum(&page)
+	enc.Data = append([]byte(nil), enc.Data...)
+	var got units.Page
+	if err := d.Decode(&got, enc, base, nil); err != nil || got != page {
+		t.Errorf("it does not come back: %v", err)
+	}
+	other := textPage(r)
+	if err := d.Decode(&got, enc, other, nil); !errors.Is(err, ErrCorrupt) {
+		t.Errorf("against another base: %v, want ErrCorrupt", err)
+	}
+	if err := d.Decode(&got, enc, nil, nil); !errors.Is(err, ErrBase) {
+		t.Errorf("without a base: %v, want ErrBase", err)
+	}
+	if err := d.Decode(&got, Encoded{Kind: KindDelta}, nil, nil); !errors.Is(err, ErrBase) {
+		t.Errorf("a delta without a base: %v, want ErrBase", err)
+	}
+}
+
+// A guest chooses its pages. One that starts like a trained dictionary would be
+// parsed as one by the decoder and taken as it is by the encoder.
+func TestABaseThatLooksLikeADictionaryIsRefused(t *testing.T) {
+	e, d := NewEncoder(Options{}), NewDecoder()
+	defer e.Close()
+	defer d.Close()
+	var base units.Page
+	copy(base[:], trained(t))
+	page := base
+	page[4000] ^= 1
+	if enc, ok := e.BlockBase(&page, &base); ok {
+		t.Errorf("encoded to %d bytes", len(enc.Data))
+	}
+	var got units.Page
+	if err := d.Decode(&got, Encoded{Kind: KindZstdBase, Data: []byte{1, 2, 3}}, &base, nil); !errors.Is(err, ErrCorrupt) {
+		t.Errorf("decoding against it: %v, want ErrCorrupt", err)
 	}
 }

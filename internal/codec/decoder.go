@@ -16,11 +16,12 @@ type Decoder struct {
 func NewDecoder() *Decoder { return &Decoder{zstd: newDecompressor()} }
 
 // Decode writes the page that enc encodes to dst and checks its checksum.
-// template and dict are what Encode was given. It never panics, never writes
-// outside dst and does not allocate, whatever enc holds. After an error
-// (ErrCorrupt, ErrDictionary) dst holds garbage.
-// Preconditions: dst is not template.
-func (d *Decoder) Decode(dst *units.Page, enc Encoded, template *units.Page, dict *Dictionary) error {
+// base and dict are what the encoder was given; those that the kind does not
+// need are ignored. It never panics, never writes outside dst and does not
+// allocate, whatever enc holds. After an error (ErrCorrupt, ErrDictionary,
+// ErrBase) dst holds garbage.
+// Preconditions: dst is not base.
+func (d *Decoder) Decode(dst *units.Page, enc Encoded, base *units.Page, dict *Dictionary) error {
 	if len(enc.Data) > MaxData {
 		return errLength
 	}
@@ -30,10 +31,10 @@ func (d *Decoder) Decode(dst *units.Page, enc Encoded, template *units.Page, dic
 			return errRuns
 		}
 	case KindDelta:
-		if template == nil {
-			template = &zeroPage
+		if base == nil {
+			return ErrBase
 		}
-		if !decodeRuns(dst, enc.Data, template) {
+		if !decodeRuns(dst, enc.Data, base) {
 			return errRuns
 		}
 	case KindZstd:
@@ -41,12 +42,19 @@ func (d *Decoder) Decode(dst *units.Page, enc Encoded, template *units.Page, dic
 			return errBlock
 		}
 	case KindZstdDict:
-		if dict == nil || dict.id != enc.Dict || !dict.enter() {
+		if dict == nil || dict.id != enc.Dict() || !dict.enter() {
 			return ErrDictionary
 		}
 		ok := d.zstd.decompress(dst, enc.Data, &d.frame, dict.tables)
 		dict.exit()
 		if !ok {
+			return errBlock
+		}
+	case KindZstdBase:
+		if base == nil {
+			return ErrBase
+		}
+		if !usableBase(base) || !d.zstd.decompressWithBase(dst, enc.Data, &d.frame, base) {
 			return errBlock
 		}
 	default:

@@ -1,6 +1,10 @@
 package codec
 
-import "github.com/agentzip/agentzip/internal/units"
+import (
+	"encoding/binary"
+
+	"github.com/agentzip/agentzip/internal/units"
+)
 
 // The rules of Encode, each measured on 4,987 private pages (not zero, not equal
 // to the template) of a Debian 12 guest after git, grep, find and pytest; the
@@ -37,7 +41,8 @@ type Options struct {
 	Limit int
 }
 
-// Encoder encodes pages. One goroutine at a time.
+// Encoder encodes pages. One goroutine at a time. What its methods return is
+// valid until the next call.
 type Encoder struct {
 	limit int
 	zstd  *compressor
@@ -53,23 +58,27 @@ func NewEncoder(o Options) *Encoder {
 	return &Encoder{limit: min(o.Limit, MaxData), zstd: newCompressor(levelPlain)}
 }
 
-// Encode encodes page. template is the template's page of the same frame, nil
-// for a hole; dict may be nil. false: the page does not shrink below the
-// limit and stays resident. Data is valid until the next Encode.
-func (e *Encoder) Encode(page, template *units.Page, dict *Dictionary) (Encoded, bool) {
+// Limit returns the longest Data that Encode keeps.
+func (e *Encoder) Limit() int { return e.limit }
+
+// Encode encodes page with the best of runs, runs against base (nil: a page of
+// zeros) and a Zstandard block: the three encoders of the literature. dict may
+// be nil. false: the page does not shrink below the limit. The caller sets the
+// Operand of a KindDelta.
+func (e *Encoder) Encode(page, base *units.Page, dict *Dictionary) (Encoded, bool) {
 	best := Encoded{}
 	n := e.limit + 1
 	if k := encodeRuns(&e.a, page, nil, n-1); k >= 0 {
 		best, n = Encoded{Kind: KindRLE, Data: e.a[:k]}, k
 	}
-	if template != nil && n > 0 {
-		if k := encodeRuns(&e.b, page, template, n-1); k >= 0 {
+	if base != nil && n > 0 {
+		if k := encodeRuns(&e.b, page, base, n-1); k >= 0 {
 			best, n = Encoded{Kind: KindDelta, Data: e.b[:k]}, k
 		}
 	}
 	if n > runsEnough {
-		if k, kind, id := e.block(page, dict); len(k) < n && k != nil {
-			best, n = Encoded{Kind: kind, Dict: id, Data: k}, len(k)
+		if enc, ok := e.block(page, dict); ok && len(enc.Data) < n {
+			best, n = enc, len(enc.Data)
 		}
 	}
 	if n > e.limit {
@@ -79,20 +88,52 @@ func (e *Encoder) Encode(page, template *units.Page, dict *Dictionary) (Encoded,
 	return best, true
 }
 
-// block encodes page with zstd; nil if that does not shrink it.
-func (e *Encoder) block(page *units.Page, dict *Dictionary) ([]byte, Kind, DictID) {
-	kind, id := KindZstd, DictID(0)
+// Runs encodes page as runs against base (nil: zeros, KindRLE) if that takes at
+// most limit bytes, which must not exceed MaxData. Sum and Operand are left to
+// the caller, as in Block and BlockBase.
+func (e *Encoder) Runs(page, base *units.Page, limit int) (Encoded, bool) {
+	k := encodeRuns(&e.a, page, base, limit)
+	if k < 0 {
+		return Encoded{}, false
+	}
+	if base == nil {
+		return Encoded{Kind: KindRLE, Data: e.a[:k]}, true
+	}
+	return Encoded{Kind: KindDelta, Data: e.a[:k]}, true
+}
+
+// Block encodes page as a Zstandard block, with dict unless it is nil or closed
+// (then Kind is KindZstd). Operand is set. false: that does not shrink it.
+func (e *Encoder) Block(page *units.Page, dict *Dictionary) (Encoded, bool) {
+	return e.block(page, dict)
+}
+
+// BlockBase encodes page as a Zstandard block with base as prefix. false: that
+// does not shrink it.
+func (e *Encoder) BlockBase(page, base *units.Page) (Encoded, bool) {
+	if !usableBase(base) {
+		return Encoded{}, false
+	}
+	n := e.zstd.compressWithBase(&e.frame, page, base)
+	body, ok := frameBody(e.frame[:n])
+	return Encoded{Kind: KindZstdBase, Data: body}, ok
+}
+
+// usableBase reports whether base may be a prefix: a page that starts like a
+// trained dictionary would be parsed as one by some decoders.
+func usableBase(base *units.Page) bool { return binary.LittleEndian.Uint32(base[:]) != dictMagic }
+
+func (e *Encoder) block(page *units.Page, dict *Dictionary) (Encoded, bool) {
+	enc := Encoded{Kind: KindZstd}
 	var t *dictTables
 	if dict != nil && dict.enter() {
 		defer dict.exit()
-		kind, id, t = KindZstdDict, dict.id, dict.tables
+		enc.Kind, enc.Operand, t = KindZstdDict, uint32(dict.id), dict.tables
 	}
 	n := e.zstd.compress(&e.frame, page, t)
-	body, ok := frameBody(e.frame[:n])
-	if !ok {
-		return nil, 0, 0
-	}
-	return body, kind, id
+	var ok bool
+	enc.Data, ok = frameBody(e.frame[:n])
+	return enc, ok
 }
 
 // Close frees the native memory of e.

@@ -32,7 +32,7 @@ func (g *guarded) check(t *testing.T) {
 // checksum is right, nothing else.
 func fuzzDecoder(f *testing.F, kind Kind) {
 	f.Helper()
-	dict := testDictionary(f)
+	dict, template := testDictionary(f), textPage(newRand(12))
 	e := NewEncoder(Options{Limit: MaxData})
 	defer e.Close()
 	for _, s := range madePages(11, 1) {
@@ -42,19 +42,21 @@ func fuzzDecoder(f *testing.F, kind Kind) {
 		if enc, ok := e.Encode(s.page, s.template, dict); ok && enc.Kind == kind {
 			f.Add(append([]byte(nil), enc.Data...), enc.Sum)
 		}
-		if body, _, _ := e.block(s.page, nil); body != nil && kind == KindZstd {
-			f.Add(append([]byte(nil), body...), Checksum(s.page))
+		if enc, ok := e.Block(s.page, nil); ok && kind == KindZstd {
+			f.Add(append([]byte(nil), enc.Data...), Checksum(s.page))
+		}
+		if enc, ok := e.BlockBase(s.page, template); ok && kind == KindZstdBase {
+			f.Add(append([]byte(nil), enc.Data...), Checksum(s.page))
 		}
 	}
 	f.Add([]byte{}, uint32(0))
 	f.Add([]byte{0xff, 0xff, 0x7f, 0xff, 0xff, 0x7f}, uint32(0))
 	f.Add(make([]byte, units.PageSize+1), uint32(0))
-	template := textPage(newRand(12))
 	d := NewDecoder()
 	f.Fuzz(func(t *testing.T, data []byte, sum uint32) {
 		enc := Encoded{Kind: kind, Sum: sum, Data: data}
 		if kind == KindZstdDict {
-			enc.Dict = dict.ID()
+			enc.Operand = uint32(dict.ID())
 		}
 		g := newGuarded()
 		err := d.Decode(&g.page, enc, template, dict)
@@ -72,6 +74,7 @@ func FuzzDecodeRLE(f *testing.F)      { fuzzDecoder(f, KindRLE) }
 func FuzzDecodeDelta(f *testing.F)    { fuzzDecoder(f, KindDelta) }
 func FuzzDecodeZstd(f *testing.F)     { fuzzDecoder(f, KindZstd) }
 func FuzzDecodeZstdDict(f *testing.F) { fuzzDecoder(f, KindZstdDict) }
+func FuzzDecodeZstdBase(f *testing.F) { fuzzDecoder(f, KindZstdBase) }
 
 // FuzzRoundTrip builds a page and its template from the input, over and over,
 // and wants back what it encoded from every encoder, not only from the winner.
@@ -100,6 +103,15 @@ func FuzzRoundTrip(f *testing.F) {
 				var got units.Page
 				if err := d.Decode(&got, enc, s.template, dc); err != nil || got != *s.page {
 					t.Fatalf("%v does not come back: %v", enc.Kind, err)
+				}
+			}
+		}
+		if s.template != nil {
+			if enc, ok := e.BlockBase(s.page, s.template); ok {
+				enc.Sum = Checksum(s.page)
+				var got units.Page
+				if err := d.Decode(&got, enc, s.template, nil); err != nil || got != *s.page {
+					t.Fatalf("a block with a base does not come back: %v", err)
 				}
 			}
 		}

@@ -6,6 +6,10 @@ package codec
 #cgo LDFLAGS: -l:libzstd.a
 #cgo noescape agz_compress
 #cgo nocallback agz_compress
+#cgo noescape agz_compress_base
+#cgo nocallback agz_compress_base
+#cgo noescape agz_decompress_base
+#cgo nocallback agz_decompress_base
 #cgo noescape agz_decompress
 #cgo nocallback agz_decompress
 #include <stdlib.h>
@@ -37,6 +41,23 @@ static size_t agz_compress(ZSTD_CCtx *c, const ZSTD_CDict *cd, void *dst, size_t
 // agz_decompress returns the number of bytes written to dst, 0 on any error.
 static size_t agz_decompress(ZSTD_DCtx *d, const ZSTD_DDict *dd, void *dst, size_t cap, const void *src, size_t n) {
 	size_t r = dd ? ZSTD_decompress_usingDDict(d, dst, cap, src, n, dd) : ZSTD_decompressDCtx(d, dst, cap, src, n);
+	return ZSTD_isError(r) ? 0 : r;
+}
+
+// The prefix holds for one frame and is only referred to, so base must stay until
+// the call returns, and does.
+static size_t agz_compress_base(ZSTD_CCtx *c, void *dst, size_t cap, const void *src, size_t n, const void *base, size_t m) {
+	size_t r = ZSTD_CCtx_refPrefix(c, base, m);
+	if (ZSTD_isError(r)) return 0;
+	r = ZSTD_compress2(c, dst, cap, src, n);
+	return ZSTD_isError(r) ? 0 : r;
+}
+
+static size_t agz_decompress_base(ZSTD_DCtx *d, void *dst, size_t cap, const void *src, size_t n, const void *base, size_t m) {
+	// Not ZSTD_DCtx_refPrefix: it allocates 27 KiB for each frame and remembers the
+	// pointer. This takes base as raw content unless it starts like a dictionary,
+	// and such a base is refused (usableBase).
+	size_t r = ZSTD_decompress_usingDict(d, dst, cap, src, n, base, m);
 	return ZSTD_isError(r) ? 0 : r;
 }
 
@@ -95,6 +116,11 @@ func (c *compressor) compress(dst *frameBuffer, page *units.Page, tables *dictTa
 	return int(C.agz_compress(c.ctx, cd, unsafe.Pointer(&dst[0]), C.size_t(len(dst)), unsafe.Pointer(&page[0]), C.size_t(len(page))))
 }
 
+// compressWithBase is compress with base as prefix.
+func (c *compressor) compressWithBase(dst *frameBuffer, page, base *units.Page) int {
+	return int(C.agz_compress_base(c.ctx, unsafe.Pointer(&dst[0]), C.size_t(len(dst)), unsafe.Pointer(&page[0]), C.size_t(len(page)), unsafe.Pointer(&base[0]), C.size_t(len(base))))
+}
+
 // decompressor wraps a ZSTD_DCtx. One goroutine at a time.
 type decompressor struct{ ctx *C.ZSTD_DCtx }
 
@@ -121,6 +147,13 @@ func (d *decompressor) decompress(dst *units.Page, body []byte, scratch *frameBu
 		dd = tables.dd
 	}
 	n := C.agz_decompress(d.ctx, dd, unsafe.Pointer(&dst[0]), C.size_t(len(dst)), unsafe.Pointer(&frame[0]), C.size_t(len(frame)))
+	return n == units.PageSize
+}
+
+// decompressWithBase is decompress with base as prefix.
+func (d *decompressor) decompressWithBase(dst *units.Page, body []byte, scratch *frameBuffer, base *units.Page) bool {
+	frame := appendFrame(scratch[:0], body, 0)
+	n := C.agz_decompress_base(d.ctx, unsafe.Pointer(&dst[0]), C.size_t(len(dst)), unsafe.Pointer(&frame[0]), C.size_t(len(frame)), unsafe.Pointer(&base[0]), C.size_t(len(base)))
 	return n == units.PageSize
 }
 

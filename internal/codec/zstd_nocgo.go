@@ -63,6 +63,24 @@ func (c *compressor) compress(dst *frameBuffer, page *units.Page, tables *dictTa
 	return len(frame)
 }
 
+// compressWithBase is compress with base as prefix. It makes an encoder for the
+// one page: correct, and slow.
+func (c *compressor) compressWithBase(dst *frameBuffer, page, base *units.Page) int {
+	enc, err := zstd.NewWriter(nil, append(encoderOptions(levelPlain), zstd.WithEncoderDictRaw(prefixID, base[:]))...)
+	if err != nil {
+		return 0
+	}
+	frame := enc.EncodeAll(page[:], dst[:0])
+	if len(frame) > len(dst) {
+		return 0
+	}
+	return len(frame)
+}
+
+// prefixID names the raw dictionary that stands for a prefix; klauspost/compress
+// finds dictionaries by id only. It is in no stored frame.
+const prefixID = 1
+
 type decompressor struct{ dec *zstd.Decoder }
 
 func newDecompressor() *decompressor {
@@ -87,6 +105,18 @@ func (d *decompressor) decompress(dst *units.Page, body []byte, scratch *frameBu
 		dec, id = tables.dec, tables.id
 	}
 	out, err := dec.DecodeAll(appendFrame(scratch[:0], body, id), dst[:0])
+	return err == nil && len(out) == units.PageSize && &out[0] == &dst[0]
+}
+
+// decompressWithBase is decompress with base as prefix; it makes a decoder for
+// the one page.
+func (d *decompressor) decompressWithBase(dst *units.Page, body []byte, scratch *frameBuffer, base *units.Page) bool {
+	dec, err := zstd.NewReader(nil, append(decoderOptions(), zstd.WithDecoderDictRaw(prefixID, base[:]))...)
+	if err != nil {
+		return false
+	}
+	defer dec.Close()
+	out, err := dec.DecodeAll(appendFrame(scratch[:0], body, prefixID), dst[:0])
 	return err == nil && len(out) == units.PageSize && &out[0] == &dst[0]
 }
 

@@ -15,10 +15,11 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"time"
 
-	"github.com/agentzip/agentzip/internal/dictionary"
+	"github.com/agentzip/agentzip/internal/cohort"
+	"github.com/agentzip/agentzip/internal/library"
 	"github.com/agentzip/agentzip/internal/pager"
-	"github.com/agentzip/agentzip/internal/pool"
 	"github.com/agentzip/agentzip/internal/sandbox"
 	"github.com/agentzip/agentzip/internal/template"
 	"github.com/agentzip/agentzip/internal/units"
@@ -32,7 +33,7 @@ const shimFile = "agentzip-shim.so"
 type Options struct {
 	StateDir  string       // "" = $AGENTZIP_STATE_DIR or the default
 	LibDir    string       // folder of the shim and the guest agent
-	PoolLimit units.Bytes  // hard limit of each cohort's pool; 0 = what the pool can address
+	PoolLimit units.Bytes  // hard limit of each cohort's pool; 0 = what the pool can address (4 GiB)
 	Log       *slog.Logger // nil discards
 }
 
@@ -58,6 +59,9 @@ type loaded struct {
 	err   error
 	tmpl  *template.Template
 	clone sandbox.Template
+
+	public  sync.Mutex       // held while library is opened
+	library *library.Library // guarded by public; nil until a cohort needs it
 }
 
 // Open prepares the host. It needs root and sweeps what dead processes left.
@@ -177,8 +181,34 @@ func (l *loaded) load(ctx context.Context, store *template.Store, name string) (
 	return nil
 }
 
+// library returns the public pages of a template, opened once.
+func (d *Daemon) library(ctx context.Context, name string) (*library.Library, error) {
+	if _, _, err := d.Template(ctx, name); err != nil {
+		return nil, err
+	}
+	d.mu.Lock()
+	l := d.templates[name]
+	d.mu.Unlock()
+	if l == nil {
+		return nil, fmt.Errorf("open public pages of template %s: the daemon is closed", name)
+	}
+	l.public.Lock()
+	defer l.public.Unlock()
+	if l.library == nil {
+		lib, err := l.tmpl.OpenLibrary(ctx, l.clone.Image, l.clone.Root)
+		if err != nil {
+			return nil, err
+		}
+		l.library = lib
+	}
+	return l.library, nil
+}
+
 func (l *loaded) close() error {
 	var errs []error
+	if l.library != nil {
+		errs = append(errs, l.library.Close())
+	}
 	for _, f := range []*os.File{l.clone.Root, l.clone.State, l.clone.Disk} {
 		if f != nil {
 			errs = append(errs, f.Close())
@@ -193,60 +223,93 @@ func (l *loaded) close() error {
 	return errors.Join(errs...)
 }
 
-// A Cohort is a trust domain with its pool; sandboxes that share one share
-// dictionaries and the pool's limit.
+// A Cohort is a trust domain of siblings: they run from one template and share what its
+// isolation lets them.
 type Cohort struct {
-	pool   *pool.Pool
-	cohort *dictionary.Set
-	faults *pager.Server
-	stop   context.CancelFunc
-	train  sync.WaitGroup
+	template string
+	cohort   *cohort.Cohort
+	stop     context.CancelFunc
+	tend     sync.WaitGroup // trains and compacts
 }
 
+// CohortOptions of a new cohort.
+type CohortOptions struct {
+	Template  string // its name
+	Isolation cohort.Isolation
+}
+
+// compactEvery is how often a cohort looks for memory to give back. A look costs
+// microseconds when there is none; at ten times that a dead sandbox's pages stay a minute.
+const compactEvery = 5 * time.Second
+
+// compactBudget bounds what one look moves: some 4 ms of one core.
+const compactBudget = 4 * units.MiB
+
 // NewCohort returns an empty cohort. Close it after its last sandbox.
-func (d *Daemon) NewCohort() (*Cohort, error) {
-	p, err := pool.New(pool.Options{Limit: d.opts.PoolLimit})
+func (d *Daemon) NewCohort(ctx context.Context, o CohortOptions) (*Cohort, error) {
+	lib, err := d.library(ctx, o.Template)
 	if err != nil {
-		return nil, fmt.Errorf("create pool: %w", err)
+		return nil, fmt.Errorf("create cohort: %w", err)
 	}
-	ctx, stop := context.WithCancel(context.Background())
-	c := &Cohort{pool: p, cohort: dictionary.New(dictionary.Options{}), faults: d.faults, stop: stop}
-	c.train.Go(func() {
-		if err := c.cohort.Run(ctx); err != nil && ctx.Err() == nil {
+	kept, err := cohort.New(cohort.Options{Library: lib, Limit: d.opts.PoolLimit, Isolation: o.Isolation})
+	if err != nil {
+		return nil, err
+	}
+	run, stop := context.WithCancel(context.WithoutCancel(ctx)) // lives until Close
+	c := &Cohort{template: o.Template, cohort: kept, stop: stop}
+	c.tend.Go(func() {
+		if err := kept.Run(run); err != nil && run.Err() == nil {
 			d.log.Warn("train dictionaries", "err", err)
+		}
+	})
+	c.tend.Go(func() {
+		tick := time.NewTicker(compactEvery)
+		defer tick.Stop()
+		for {
+			select {
+			case <-run.Done():
+				return
+			case <-tick.C:
+				kept.Compact(run, compactBudget)
+			}
 		}
 	})
 	return c, nil
 }
 
-// Close frees the pool and the dictionaries.
+// Stats returns what the cohort keeps.
+func (c *Cohort) Stats() cohort.Stats { return c.cohort.Stats() }
+
+// Close frees everything that the cohort kept.
 func (c *Cohort) Close() error {
 	c.stop()
-	c.train.Wait()
-	c.cohort.Close()
-	if err := c.pool.Close(); err != nil {
-		return fmt.Errorf("close pool: %w", err)
-	}
-	return nil
+	c.tend.Wait()
+	return c.cohort.Close()
 }
 
 // CloneOptions of one sandbox.
 type CloneOptions struct {
 	ID         string  // "" makes one up
-	Template   string  // its name
-	Cohort     *Cohort // nil: no compression
+	Template   string  // its name; "" is the cohort's
+	Cohort     *Cohort // of the same template; nil: no compression
 	NoPrefetch bool
 }
 
 // Clone starts a sandbox from a template. The caller closes it.
 func (d *Daemon) Clone(ctx context.Context, o CloneOptions) (*sandbox.Sandbox, error) {
+	if o.Template == "" && o.Cohort != nil {
+		o.Template = o.Cohort.template
+	}
+	if o.Cohort != nil && o.Cohort.template != o.Template {
+		return nil, fmt.Errorf("clone template %s: the cohort is of template %s: its pages refer to that one's", o.Template, o.Cohort.template)
+	}
 	_, t, err := d.Template(ctx, o.Template)
 	if err != nil {
 		return nil, err
 	}
 	so := sandbox.Options{ID: o.ID, Host: d.host, Template: t, Shim: d.shim, NoPrefetch: o.NoPrefetch, Log: d.log}
 	if o.Cohort != nil {
-		so.Compression = &sandbox.Compression{Pool: o.Cohort.pool, Cohort: o.Cohort.cohort, Faults: d.faults}
+		so.Compression = &sandbox.Compression{Cohort: o.Cohort.cohort, Faults: d.faults}
 	}
 	return sandbox.Start(ctx, so)
 }

@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 
 	"github.com/agentzip/agentzip/internal/bench"
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestlink"
 	"github.com/agentzip/agentzip/internal/pager"
 	"github.com/agentzip/agentzip/internal/sandbox"
@@ -21,15 +22,16 @@ const outputLimit = 4 * units.MiB
 // A FleetOptions says what the sandboxes of a fleet are.
 type FleetOptions struct {
 	Template   string
+	Isolation  cohort.Isolation // what siblings share
 	NoPrefetch bool
 }
 
 // Fleets returns a factory of fleets for measurements.
 func (d *Daemon) Fleets(o FleetOptions) bench.FleetFactory {
-	return func(_ context.Context, mode bench.Mode) (bench.Fleet, error) {
+	return func(ctx context.Context, mode bench.Mode) (bench.Fleet, error) {
 		f := &fleet{daemon: d, opts: o}
 		if mode == bench.On {
-			c, err := d.NewCohort() //nolint:contextcheck // it trains until Close, not until this call ends
+			c, err := d.NewCohort(ctx, CohortOptions{Template: o.Template, Isolation: o.Isolation})
 			if err != nil {
 				return nil, err
 			}
@@ -99,13 +101,13 @@ func (f *fleet) Usage() (bench.FleetUsage, error) {
 		u.ResidentPrivate += bu.ResidentPrivate
 		u.PageTables += bu.PageTables
 		u.VMMHeap += bu.VMMHeap
-		u.Pooled += bu.Pooled
+		u.Pooled += bu.Kept
 		u.Sandboxes++
 	}
 	if f.cohort != nil {
-		u.PoolFootprint = f.cohort.pool.Footprint()
 		st := f.cohort.cohort.Stats()
-		u.Dictionaries = st.Dictionaries + st.Reservoir
+		u.PoolFootprint, u.Dictionaries = st.Pool.Footprint, st.Dictionaries
+		u.Index = st.Index + f.cohort.cohort.Library().Size()
 	}
 	return u, nil
 }
@@ -154,8 +156,8 @@ func addEncoders(to map[string]bench.EncoderUse, st pager.Stats) {
 	}
 	add("zero", st.Zeros, 0)
 	add("template", st.Equal, 0)
-	for _, e := range st.Encoders {
-		add(e.Kind.String(), e.Pages, e.Bytes)
+	for _, w := range st.Ways {
+		add(w.Way.String(), w.Pages, w.Bytes)
 	}
 }
 
@@ -199,7 +201,7 @@ func (b *box) Usage() (bench.BoxUsage, error) {
 	u, err := b.Sandbox.Usage()
 	return bench.BoxUsage{
 		ResidentPrivate: u.ResidentPrivate, Encoded: u.Encoded, PageTables: u.PageTables,
-		VMMHeap: u.VMMHeap, Pooled: u.Pooled,
+		VMMHeap: u.VMMHeap, Pooled: u.Kept,
 	}, err
 }
 

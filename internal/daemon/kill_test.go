@@ -268,7 +268,7 @@ func footprint(t *testing.T) (fds, threads []string) {
 
 func TestTenSandboxesStartedAndClosedLeaveNoDescriptorAndNoThread(t *testing.T) {
 	d := openDaemon(t, 0)
-	c, err := d.NewCohort()
+	c, err := d.NewCohort(t.Context(), CohortOptions{Template: vmTemplate})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -302,7 +302,7 @@ func TestTenSandboxesStartedAndClosedLeaveNoDescriptorAndNoThread(t *testing.T) 
 	if len(threadsAfter) > len(threads)+4 { // the scheduler of Go keeps some
 		t.Errorf("8 sandboxes left threads: %d before, %d after", len(threads), len(threadsAfter))
 	}
-	if st := c.pool.Stats(); st.Entries != 0 {
+	if st := c.Stats().Pool; st.Entries != 0 {
 		t.Errorf("the pool still has %d entries of closed sandboxes", st.Entries)
 	}
 }

@@ -46,7 +46,7 @@ func openDaemon(t *testing.T, limit units.Bytes) *Daemon {
 // cloneOne starts a compressed sandbox in a cohort of its own.
 func cloneOne(t *testing.T, d *Daemon) *sandbox.Sandbox {
 	t.Helper()
-	c, err := d.NewCohort()
+	c, err := d.NewCohort(t.Context(), CohortOptions{Template: vmTemplate})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -180,7 +180,7 @@ func uploadText(ctx context.Context, s *sandbox.Sandbox, path, text string) erro
 
 func TestSixteenClonesShareNoIdentity(t *testing.T) {
 	d := openDaemon(t, 0)
-	c, err := d.NewCohort()
+	c, err := d.NewCohort(t.Context(), CohortOptions{Template: vmTemplate})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -249,7 +249,7 @@ func TestAGuestThatDiesNamesItsCauseAndLeavesNothing(t *testing.T) {
 
 func TestAKilledVMMIsNamedAndSiblingsGoOn(t *testing.T) {
 	d := openDaemon(t, 0)
-	c, err := d.NewCohort()
+	c, err := d.NewCohort(t.Context(), CohortOptions{Template: vmTemplate})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -320,9 +320,9 @@ func (w *countingWriter) Write(p []byte) (int, error) {
 }
 
 func TestAFullPoolStopsCompressionAndNothingElse(t *testing.T) {
-	const limit = 2 * units.MiB
+	const limit = 384 * units.KiB
 	d := openDaemon(t, limit)
-	c, err := d.NewCohort()
+	c, err := d.NewCohort(t.Context(), CohortOptions{Template: vmTemplate})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -336,7 +336,7 @@ func TestAFullPoolStopsCompressionAndNothingElse(t *testing.T) {
 	if st.FullPasses == 0 {
 		t.Error("the pool never was full: the test shows nothing")
 	}
-	if got := c.pool.Footprint(); got > limit {
+	if got := c.Stats().Pool.Footprint; got > limit {
 		t.Errorf("the pool occupies %v, limit %v", got, limit)
 	}
 	if out, _ := sh(t, s, "user", "diff -r /testbed/tornado /tmp/copy | grep -v pycache; python3 -c 'print(6*7)'"); out != "42" {
@@ -346,7 +346,7 @@ func TestAFullPoolStopsCompressionAndNothingElse(t *testing.T) {
 
 func TestCallsThatComeWhileCompressingGetRightAnswers(t *testing.T) {
 	d := openDaemon(t, 0)
-	c, err := d.NewCohort()
+	c, err := d.NewCohort(t.Context(), CohortOptions{Template: vmTemplate})
 	if err != nil {
 		t.Fatal(err)
 	}

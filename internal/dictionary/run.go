@@ -34,3 +34,15 @@ func (d *Set) Run(ctx context.Context) error {
 		training.Wait()
 	}
 }
+
+// TrainIfDue does what Run does when the reservoir is full, on the caller's goroutine, for
+// those who replay page sets and want it at the same place each time. It reports
+// whether a dictionary was adopted.
+func (d *Set) TrainIfDue(ctx context.Context) bool {
+	select {
+	case <-d.samples.full:
+		return d.Train(ctx) == nil
+	default:
+		return false
+	}
+}

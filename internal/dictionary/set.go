@@ -52,14 +52,22 @@ const (
 type Options struct {
 	DictSize int // bytes of a trained dictionary; 0 = 64 KiB
 	Samples  int // pages to train from; 0 = 1,000
+
+	// AtStake returns the bytes in the pool that a dictionary could have made smaller; nil
+	// leaves it out of account.
+	AtStake func() units.Bytes
 }
 
 // Set is safe for concurrent use. Use New.
 type Set struct {
-	dictSize int // immutable
+	dictSize int                // immutable
+	atStake  func() units.Bytes // immutable, may be nil
 
 	current atomic.Pointer[holding]                   // nil before the first training; written under mu
 	table   atomic.Pointer[map[codec.DictID]*holding] // alive ones; the map is never changed, only replaced, under mu
+
+	asked atomic.Int64 // pages sampled, to ask AtStake now and then
+	idle  atomic.Bool  // a dictionary could not pay for itself
 
 	samples   reservoir
 	trainings atomic.Int64
@@ -95,15 +103,36 @@ func New(o Options) *Set {
 	if o.Samples == 0 {
 		o.Samples = defaultSamples
 	}
-	d := &Set{dictSize: o.DictSize}
+	d := &Set{dictSize: o.DictSize, atStake: o.AtStake}
 	d.table.Store(&map[codec.DictID]*holding{})
 	d.samples.init(max(o.Samples, codec.MinSamples*holdOut/(holdOut-1)+1))
 	return d
 }
 
 // Sample offers a private page for training; it copies what it keeps. Most
-// calls are two atomic operations; those that keep a page take about 1 us.
-func (d *Set) Sample(p *units.Page) { d.samples.offer(p) }
+// calls are two atomic operations; those that keep a page take about 1 us. While a
+// dictionary could not pay for itself (Options.AtStake), nothing is kept: the
+// samples alone would be as much memory as several compressed sandboxes.
+func (d *Set) Sample(p *units.Page) {
+	if d.atStake != nil && d.asked.Add(1)%askEvery == 1 {
+		d.idle.Store(float64(d.atStake())*hope < payBack*float64(d.dictSize+tablesSize))
+	}
+	if !d.idle.Load() {
+		d.samples.offer(p)
+	}
+}
+
+const (
+	// askEvery is for how many pages an answer of AtStake holds.
+	askEvery = 256
+
+	// hope is the part of the bytes at stake that a dictionary saves: 5 % of blocks were
+	// measured on gaps of sixteen siblings.
+	hope = 0.05
+
+	// tablesSize is what a dictionary occupies beside its bytes (zstd_cgo.go).
+	tablesSize = 169 << 10
+)
 
 // Dictionary returns the current one, or nil before the first training. It may
 // be replaced, and closed, at any moment: an Encoder then encodes without it.
@@ -267,6 +296,11 @@ const (
 	// current one (or none) makes of them. Below, its 230 KiB and the old one's,
 	// which stays while pages name it, cost more than it saves.
 	keepGain = 0.02
+
+	// payBack is how many times its own memory a dictionary must save of what is in the
+	// pool already, if that is known. At 1 a small cohort, whose pages refer to the template
+	// and to each other, gains nothing and pays for two when the next one comes.
+	payBack = 2
 )
 
 func (d *Set) train(ctx context.Context, pages []units.Page) error {
@@ -286,6 +320,12 @@ func (d *Set) train(ctx context.Context, pages []units.Page) error {
 	was, is := encodedSize(pages[:judges], d.Dictionary()), encodedSize(pages[:judges], trial)
 	if float64(is) > float64(was)*(1-keepGain) {
 		return fmt.Errorf("%d pages are %d bytes, were %d: %w", judges, is, was, ErrNoBetter)
+	}
+	if d.atStake != nil {
+		stake := d.atStake()
+		if gain := units.Bytes(float64(stake) * float64(was-is) / float64(was)); gain < payBack*trial.Size() {
+			return fmt.Errorf("it would save %v of %v and occupies %v: %w", gain, stake, trial.Size(), ErrNoBetter)
+		}
 	}
 	return d.adopt(raw)
 }

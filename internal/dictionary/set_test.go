@@ -147,8 +147,8 @@ func TestADictionaryLivesUntilItsLastPageIsGone(t *testing.T) {
 	page := newTongue(1).page(rand.New(rand.NewPCG(3, 3)))
 	e := codec.NewEncoder(codec.Options{})
 	defer e.Close()
-	if enc, ok := e.Encode(page, nil, first); !ok || enc.Dict != 0 {
-		t.Errorf("a gone dictionary encodes: ok %v, dict %d", ok, enc.Dict)
+	if enc, ok := e.Encode(page, nil, first); !ok || enc.Dict() != 0 {
+		t.Errorf("a gone dictionary encodes: ok %v, dict %d", ok, enc.Dict())
 	}
 }
 
@@ -349,10 +349,10 @@ func TestPagesComeBackWhileDictionariesComeAndGo(t *testing.T) {
 			drop := func() {
 				i := r.IntN(len(held))
 				var got units.Page
-				if err := d.Decode(&got, held[i].enc, nil, c.Lookup(held[i].enc.Dict)); err != nil || got != held[i].page {
-					t.Errorf("a page with dictionary %d does not come back: %v", held[i].enc.Dict, err)
+				if err := d.Decode(&got, held[i].enc, nil, c.Lookup(held[i].enc.Dict())); err != nil || got != held[i].page {
+					t.Errorf("a page with dictionary %d does not come back: %v", held[i].enc.Dict(), err)
 				}
-				c.Release(held[i].enc.Dict)
+				c.Release(held[i].enc.Dict())
 				held = append(held[:i], held[i+1:]...)
 			}
 			for {
@@ -367,7 +367,7 @@ func TestPagesComeBackWhileDictionariesComeAndGo(t *testing.T) {
 				page := tongues[r.IntN(3)].page(r)
 				c.Sample(page)
 				enc, ok := e.Encode(page, nil, c.Dictionary())
-				if ok && c.Retain(enc.Dict) {
+				if ok && c.Retain(enc.Dict()) {
 					enc.Data = append([]byte(nil), enc.Data...)
 					held = append(held, kept{*page, enc})
 				}
@@ -430,5 +430,21 @@ func BenchmarkSample(b *testing.B) {
 				n++
 			}
 		})
+	}
+}
+
+func TestNothingIsCollectedWhereADictionaryCannotPayForItself(t *testing.T) {
+	stake := units.Bytes(1 << 20)
+	c := New(Options{Samples: 400, AtStake: func() units.Bytes { return stake }})
+	t.Cleanup(c.Close)
+	job, r := newTongue(1), rand.New(rand.NewPCG(2, 3))
+	offer(c, job, r, 1000)
+	if s := c.Stats(); s.Reservoir != 0 || s.Offered != 0 {
+		t.Errorf("with 1 MiB at stake %v of samples are kept", s.Reservoir)
+	}
+	stake = units.GiB
+	offer(c, job, r, 1000)
+	if s := c.Stats(); s.Reservoir == 0 {
+		t.Error("with 1 GiB at stake no samples are kept")
 	}
 }

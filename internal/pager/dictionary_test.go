@@ -3,9 +3,11 @@ package pager
 import (
 	"context"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/agentzip/agentzip/internal/codec"
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/dictionary"
 	"github.com/agentzip/agentzip/internal/units"
 )
@@ -24,9 +26,12 @@ func dialectPage(dialect, seed uint64) *units.Page {
 
 func TestPagesKeepTheDictionaryThatEncodedThemUntilTheLastIsGone(t *testing.T) {
 	const frames = 500
-	r := newRig(t, frames, 1, func(o *Options) { o.Cohort = dictionary.New(dictionary.Options{Samples: 200}) })
-	r.cohort.Close()
-	r.cohort = r.pager.cohort
+	r := newRig(t, frames, 1)
+	// Without bases: the pages of a dialect are made of each other.
+	r.useCohort(cohort.Options{
+		Dictionary: dictionary.Options{Samples: 200, AtStake: func() units.Bytes { return units.GiB }},
+		Without:    cohort.Ways(cohort.WaySimilar),
+	})
 	r.serve()
 	train := func(dialect uint64) codec.DictID {
 		t.Helper()
@@ -36,7 +41,7 @@ func TestPagesKeepTheDictionaryThatEncodedThemUntilTheLastIsGone(t *testing.T) {
 			}
 			r.evict()
 			if err := r.cohort.Train(context.Background()); err == nil {
-				return r.cohort.Dictionary().ID()
+				return r.cohort.Stats().Dictionary.Current
 			} else if t.Logf("training %d: %v", try, err); try == 5 {
 				t.Fatalf("no dictionary: %v", err)
 			}
@@ -49,8 +54,10 @@ func TestPagesKeepTheDictionaryThatEncodedThemUntilTheLastIsGone(t *testing.T) {
 		r.write(f, want[f])
 	}
 	r.evict()
-	if enc := r.pool.View(r.pager.table.load(7).handle()); enc.Kind != codec.KindZstdDict || enc.Dict != first {
-		t.Fatalf("frame 7 was encoded with %v, dictionary %d, want dictionary %d", enc.Kind, enc.Dict, first)
+	w := cohort.NewLoader()
+	defer w.Close()
+	if way, _, err := r.cohort.Way(w, r.pager.table.load(7).ref()); way != cohort.WayDict || err != nil {
+		t.Fatalf("frame 7 is kept as %v (%v), want with dictionary %d", way, err, first)
 	}
 	for f := units.Frame(200); f < frames; f++ {
 		r.write(f, zeroPage()) // the second training needs other pages than the first
@@ -63,13 +70,13 @@ func TestPagesKeepTheDictionaryThatEncodedThemUntilTheLastIsGone(t *testing.T) {
 		}
 		r.evict()
 		if err := r.cohort.Train(context.Background()); err == nil {
-			second = r.cohort.Dictionary().ID()
+			second = r.cohort.Stats().Dictionary.Current
 		}
 	}
 	if second == first {
 		t.Fatal("no second dictionary was trained")
 	}
-	if r.cohort.Lookup(first) == nil {
+	if !slices.Contains(r.cohort.Stats().Dictionary.IDs, first) {
 		t.Fatal("the first dictionary went while pages name it")
 	}
 	for f, p := range want {
@@ -83,7 +90,7 @@ func TestPagesKeepTheDictionaryThatEncodedThemUntilTheLastIsGone(t *testing.T) {
 	for f := units.Frame(200); f < frames; f++ {
 		r.write(f, zeroPage())
 	}
-	if r.cohort.Lookup(first) != nil {
+	if slices.Contains(r.cohort.Stats().Dictionary.IDs, first) {
 		t.Error("the first dictionary is still there although no page names it")
 	}
 	r.unharmed()

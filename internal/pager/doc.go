@@ -6,15 +6,15 @@
 // # States
 //
 // The page table of a sandbox has one word for each guest page: a tag and, for
-// Evicted and Clean, a pool handle.
+// Evicted and Clean, a cohort.Ref: what the cohort keeps of the page, in whatever way.
 //
 //	state       if the page is mapped in the VMM        if it is not mapped
 //	Template    the mapping is the truth                content is the image's page; a hole is zeros
 //	Zero        the mapping is the truth                content is zeros
 //	Kept(c)     the mapping is the truth                content is the image's page (never happens, see rule 4)
 //	Busy        write-protected, being encoded          cannot be
-//	Evicted(h)  only between publish and drop           content is pool entry h
-//	Clean(h)    write-protected, equal to entry h       cannot be
+//	Evicted(r)  only between publish and drop           content is what ref r names
+//	Clean(r)    write-protected, equal to what r names       cannot be
 //
 // "Mapped" may be the image's own page (read-only, by CONTINUE), the zero page (by
 // ZEROPAGE) or a private page. A write to the first two makes a private copy inside
@@ -22,17 +22,17 @@
 // the mapping is the truth. Kept is Template plus the memory that the content with the
 // checksum c did not shrink, so that an unchanged page is not encoded in every pass.
 //
-//	Template/Zero/Kept --protect, read--> Busy --publish, drop--> Evicted(h)
+//	Template/Zero/Kept --protect, read--> Busy --publish, drop--> Evicted(r)
 //	Busy --equal to the image's page, publish, drop--> Template
 //	Busy --all zeros, publish, drop--> Zero
 //	Busy --does not shrink, unprotect--> Kept
-//	Busy --pass cancelled after its encoding was verified--> Clean(h)
+//	Busy --pass cancelled after its encoding was verified--> Clean(r)
 //	Busy --pass given up, unprotect--> what it was
 //	Busy --write fault, unprotect--> Template                     (cancelled)
-//	Evicted(h) --read fault or Restore, install protected--> Clean(h)
-//	Evicted(h) --write fault, or Restore for writing: install writable, release h--> Template
-//	Clean(h) --write fault, unprotect, release h--> Template
-//	Clean(h) --pass, publish, drop--> Evicted(h)                  (nothing to encode)
+//	Evicted(r) --read fault or Restore, install protected--> Clean(r)
+//	Evicted(r) --write fault, or Restore for writing: install writable, release r--> Template
+//	Clean(r) --write fault, unprotect, release r--> Template
+//	Clean(r) --pass, publish, drop--> Evicted(r)                  (nothing to encode)
 //
 // # Faults
 //
@@ -50,9 +50,9 @@
 //	Zero        ZEROPAGE with neighbours; the same                  stale: unprotect
 //	            mapped already: WAKE
 //	Busy        stale: WAKE               stale: WAKE               unprotect -> Template (cancelled)
-//	Evicted(h)  COPY protected            COPY writable, release    the page went after the event:
-//	            -> Clean(h)               -> Template               as "absent, write"
-//	Clean(h)    stale: WAKE               stale: WAKE (comes back   unprotect, release -> Template
+//	Evicted(r)  COPY protected            COPY writable, release    the page went after the event:
+//	            -> Clean(r)               -> Template               as "absent, write"
+//	Clean(r)    stale: WAKE               stale: WAKE (comes back   unprotect, release -> Template
 //	                                      as WP)
 //
 // Each handled event ends with a wake: COPY, CONTINUE, ZEROPAGE and unprotect wake for
@@ -65,8 +65,8 @@
 //     Pager.mu. Reading, encoding, verifying and decoding ahead happen outside it.
 //  2. A word is published before the physical page is dropped.
 //  3. A page is dropped only if it has been write-protected since before it was read,
-//     still has the state this pass gave it, and its entry in the pool was decoded
-//     and compared equal with all 4096 bytes that were read. A Clean page was so.
+//     still has the state this pass gave it, and what the cohort keeps of it was decoded
+//     and compared equal with all 4096 bytes that were read (cohort.Store). A Clean page was so.
 //  4. A page in Busy, Clean or Kept is mapped; in Busy and Clean it is also protected. Nothing but
 //     a drop by this package unmaps a page of the guest.
 //  5. CONTINUE is issued only for Template (and Kept) where the image has a page, ZEROPAGE only

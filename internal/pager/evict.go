@@ -6,8 +6,8 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestmem"
-	"github.com/agentzip/agentzip/internal/pool"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
@@ -15,14 +15,14 @@ import (
 type EvictResult struct {
 	Scanned   int         // private pages found
 	Dropped   int         // freed
-	Encoded   int         // encoded and verified; dropped too, unless the pass was cancelled
+	Encoded   int         // kept by the cohort, verified; dropped too, unless the pass was cancelled
 	Zeros     int         // dropped because all zeros
 	Equal     int         // dropped because equal to the template
 	Clean     int         // dropped without encoding
 	Kept      int         // stay: they do not shrink
 	Cancelled int         // stay: written meanwhile
 	Abandoned int         // stay: the pass ended, or the pool was full
-	Bytes     units.Bytes // of the encodings
+	Bytes     units.Bytes // added to the pool
 	Took      time.Duration
 }
 
@@ -31,7 +31,7 @@ type EvictResult struct {
 // BatchPages pages): what is encoded by then becomes Clean and stays, the rest is as it
 // was. The guest runs on all the while.
 //
-// The result counts what was done, also with an error. pool.ErrFull: nothing was encoded
+// The result counts what was done, also with an error. cohort.ErrFull: nothing was encoded
 // from there on; zero, equal and clean pages were dropped all the same. ErrVerify: see
 // there. ErrGone: the VMM is dead. ErrFatal: OnFatal was told.
 //
@@ -113,7 +113,7 @@ func (p *Pager) pass(ctx context.Context, w *worker, res *EvictResult) error {
 	var full error
 	if b.full {
 		p.stats.fullPasses.Add(1)
-		full = fmt.Errorf("%d pages stay: %w", res.Abandoned, pool.ErrFull)
+		full = fmt.Errorf("%d pages stay: %w", res.Abandoned, cohort.ErrFull)
 	}
 	return errors.Join(full, b.verify)
 }
@@ -137,8 +137,9 @@ type batch struct {
 	frames [BatchPages]units.Frame
 	before [BatchPages]entry // the word when it was taken in hand
 	fates  [BatchPages]fate
-	slot   [BatchPages]int   // its page in the worker's buffer, if it is read
-	after  [BatchPages]entry // fateEncoded: Evicted(h); fateKeep: Kept(sum)
+	slot   [BatchPages]int           // its page in the worker's buffer, if it is read
+	after  [BatchPages]entry         // fateEncoded: Evicted(r); fateKeep: Kept(sum)
+	stored [BatchPages]cohort.Stored // fateEncoded
 
 	touches [BatchPages]Touch // of a Restore: the pages asked for, frames again
 
@@ -294,14 +295,14 @@ func (p *Pager) publish(b *batch, i int, drop bool, res *EvictResult) (dropped, 
 		if now != b.before[i] || !drop {
 			return false, false // written meanwhile, or the pass ends
 		}
-		p.table.store(f, evicted(now.handle()))
+		p.table.store(f, evicted(now.ref()))
 		res.Clean++
 		res.Dropped++
 		return true, false
 	}
 	if now != entryBusy {
 		if fate == fateEncoded {
-			p.unref(b.after[i].handle())
+			p.unref(b.after[i].ref())
 		}
 		res.Cancelled++
 		return false, false
@@ -311,14 +312,12 @@ func (p *Pager) publish(b *batch, i int, drop bool, res *EvictResult) (dropped, 
 	}
 	switch fate {
 	case fateEncoded:
-		p.hold(b.after[i].handle())
-		enc := p.pool.View(b.after[i].handle())
-		p.stats.kindPages[int(enc.Kind)%kinds].Add(1)
-		p.stats.kindBytes[int(enc.Kind)%kinds].Add(uint64(len(enc.Data)))
+		p.kept++
+		p.stats.noteStored(b.stored[i])
 		res.Encoded++
-		res.Bytes += units.Bytes(len(enc.Data))
+		res.Bytes += units.Bytes(b.stored[i].Size)
 		if !drop {
-			p.table.store(f, clean(b.after[i].handle()))
+			p.table.store(f, clean(b.after[i].ref()))
 			return false, false
 		}
 		p.table.store(f, b.after[i])

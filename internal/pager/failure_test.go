@@ -5,16 +5,17 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/fault"
 	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/guestmem/guestmemtest"
-	"github.com/agentzip/agentzip/internal/pool"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
@@ -50,7 +51,7 @@ func stays(t *testing.T, r *rig, want map[units.Frame]*units.Page) {
 	if n := r.pager.Faults() - faults; n != 0 {
 		t.Errorf("%d faults on pages that should be left alone", n)
 	}
-	if n := r.pool.Stats().Entries; n != 0 {
+	if n := r.cohort.Stats().Pool.Entries; n != 0 {
 		t.Errorf("%d pool entries are left", n)
 	}
 }
@@ -64,9 +65,9 @@ func TestAPassThatFailsLeavesThePagesAsTheyWere(t *testing.T) {
 		{"guestmem.scan", errInjected, errInjected},
 		{"guestmem.protect", errInjected, errInjected},
 		{"guestmem.read", errInjected, errInjected},
-		{"pager.put", errInjected, errInjected},
-		{"pager.put", pool.ErrFull, pool.ErrFull},
-		{"pager.mismatch", errInjected, ErrVerify},
+		{"cohort.put", errInjected, errInjected},
+		{"cohort.put", cohort.ErrFull, cohort.ErrFull},
+		{"cohort.mismatch", errInjected, ErrVerify},
 	} {
 		t.Run(tt.point+" "+tt.err.Error(), func(t *testing.T) {
 			r := newRig(t, 64, 1).serve()
@@ -103,7 +104,7 @@ func TestAnEncodingThatDoesNotVerifyIsReportedAndNotDropped(t *testing.T) {
 	r := newRig(t, 64, 1).serve()
 	r.write(7, textPage(1))
 	r.write(8, textPage(2))
-	arm(t, "pager.mismatch", 0, errInjected)
+	arm(t, "cohort.mismatch", 0, errInjected)
 	res, err := r.pager.Evict(context.Background())
 	if !errors.Is(err, ErrVerify) || !strings.Contains(err.Error(), "frame 7") || !strings.Contains(err.Error(), "encoder") {
 		t.Errorf("evict: %v, want ErrVerify with frame and encoder named", err)
@@ -129,7 +130,7 @@ func TestAFailureThatNobodyCanRepairKillsTheSandboxByName(t *testing.T) {
 		integrity   bool
 	}{
 		{"install fails", "guestmem.copy", evicted7, read7, []string{"install frame 7"}, false},
-		{"decoded page is damaged", "pager.corrupt", evicted7, read7, []string{"frame 7", "encoder", "pool entry"}, true},
+		{"decoded page is damaged", "cohort.corrupt", evicted7, read7, []string{"frame 7", "pool entry"}, true},
 		{"template page cannot be mapped", "guestmem.continue", func(*rig) {}, read7, []string{"frame 7"}, false},
 		{"zero page cannot be mapped", "guestmem.zeropage", func(r *rig) { r.write(7, zeroPage()); r.evict() }, read7, []string{"frame 7"}, false},
 		{"drop fails", "guestmem.drop", func(r *rig) { r.write(7, textPage(1)) }, evict, []string{"drop"}, false},
@@ -140,8 +141,8 @@ func TestAFailureThatNobodyCanRepairKillsTheSandboxByName(t *testing.T) {
 			func(r *rig) { _ = r.vm.Channels[0].Poke(7, 0, 1) }, nil, false,
 		},
 		{
-			"restored page is damaged", "pager.corrupt", evicted7, func(r *rig) { _, _ = r.pager.Restore(context.Background(), reads(7)) },
-			[]string{"frame 7", "encoder"},
+			"restored page is damaged", "cohort.corrupt", evicted7, func(r *rig) { _, _ = r.pager.Restore(context.Background(), reads(7)) },
+			[]string{"frame 7", "pool entry"},
 			true,
 		},
 		{
@@ -187,8 +188,7 @@ func TestADamagedPoolEntryKillsTheSandboxAndIsNeverInstalled(t *testing.T) {
 			r := newRig(t, 64, 1).serve()
 			r.write(7, textPage(1))
 			r.evict()
-			data := r.pool.View(r.pager.table.load(7).handle()).Data
-			data[len(data)/2] ^= 4
+			r.flipBit(7)
 			if err := r.vm.Channels[0].SetDeadline(time.Now().Add(200 * time.Millisecond)); err != nil {
 				t.Fatal(err)
 			}
@@ -200,7 +200,7 @@ func TestADamagedPoolEntryKillsTheSandboxAndIsNeverInstalled(t *testing.T) {
 				t.Errorf("restore: %v", err)
 			}
 			got := r.fatals(1)
-			if len(got) != 1 || !errors.Is(got[0], ErrIntegrity) || !strings.Contains(got[0].Error(), "frame 7, encoder zstd") {
+			if len(got) != 1 || !errors.Is(got[0], ErrIntegrity) || !regexp.MustCompile(`frame 7: pool entry \d+: encoder zstd`).MatchString(got[0].Error()) {
 				t.Errorf("reasons %v, want one that names frame and encoder", got)
 			}
 			if n, err := guestmem.CountPrivate(r.vm.PID, r.im); err != nil || n != 0 {
@@ -224,19 +224,10 @@ func TestAnEvictedPageThatIsMappedIsFatalNotIgnored(t *testing.T) {
 }
 
 func TestAFullPoolStopsEncodingAndNothingElse(t *testing.T) {
-	small, err := pool.New(pool.Options{Limit: units.MiB})
-	if err != nil {
-		t.Fatal(err)
-	}
 	const frames = 1024
-	r := newRig(t, frames, 1, func(o *Options) { o.Pool = small })
+	r := newRig(t, frames, 1)
+	r.useCohort(cohort.Options{Limit: units.MiB})
 	r.serve()
-	t.Cleanup(func() {
-		r.close()
-		if err := small.Close(); err != nil {
-			t.Error(err)
-		}
-	})
 	half := func(f units.Frame) *units.Page { // shrinks to about 2 KiB
 		p := randomPage(uint64(f))
 		clear(p[2048:])
@@ -250,10 +241,10 @@ func TestAFullPoolStopsEncodingAndNothingElse(t *testing.T) {
 		r.write(f, p)
 	}
 	res, err := r.pager.Evict(context.Background())
-	if !errors.Is(err, pool.ErrFull) || !strings.Contains(err.Error(), "test") {
+	if !errors.Is(err, cohort.ErrFull) || !strings.Contains(err.Error(), "test") {
 		t.Fatalf("evict: %v, want ErrFull", err)
 	}
-	if got := small.Footprint(); got > units.MiB {
+	if got := r.cohort.Pool().Footprint(); got > units.MiB {
 		t.Errorf("the pool holds %v, its limit is 1 MiB", got)
 	}
 	if res.Encoded == 0 || res.Abandoned == 0 || res.Zeros+res.Equal != frames/4 || res.Encoded+res.Abandoned+res.Kept != frames*3/4 {
@@ -347,18 +338,15 @@ func TestWrongOptionsAreRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer g.Close()
-	p, err := pool.New(pool.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	p := newCohort(t, im, cohort.Options{})
 	defer p.Close()
 	var got []string
 	for _, o := range []Options{
-		{Image: im, Pool: p},
-		{Guest: g, Pool: p},
+		{Image: im, Cohort: p},
+		{Guest: g, Cohort: p},
 		{Guest: g, Image: im},
-		{Guest: g, Image: other, Pool: p},
-		{Guest: g, Image: im, Pool: p, FaultAround: 3},
+		{Guest: g, Image: other, Cohort: p},
+		{Guest: g, Image: im, Cohort: p, FaultAround: 3},
 	} {
 		_, err := New(o)
 		if err == nil {
@@ -367,7 +355,7 @@ func TestWrongOptionsAreRefused(t *testing.T) {
 		got = append(got, strings.TrimPrefix(err.Error(), "create pager: "))
 	}
 	want := []string{
-		"guest, image and pool are required", "guest, image and pool are required", "guest, image and pool are required",
+		"guest, image and cohort are required", "guest, image and cohort are required", "guest, image and cohort are required",
 		"the guest has 16 pages, its image 32", "fault-around of 3 pages is not a power of two up to 512",
 	}
 	if d := cmp.Diff(want, got); d != "" {

@@ -7,6 +7,7 @@ import (
 	"flag"
 	"math/rand/v2"
 	"os"
+	"path/filepath"
 	"sync"
 	"testing"
 	"time"
@@ -14,9 +15,10 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
-	"github.com/agentzip/agentzip/internal/dictionary"
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/guestmem/guestmemtest"
+	"github.com/agentzip/agentzip/internal/library"
 	"github.com/agentzip/agentzip/internal/pool"
 	"github.com/agentzip/agentzip/internal/units"
 )
@@ -42,14 +44,14 @@ type rig struct {
 	im     *guestmem.Image
 	vm     *guestmemtest.VM
 	guest  *guestmem.Guest
-	pool   *pool.Pool
-	cohort *dictionary.Set
+	cohort *cohort.Cohort
 	pager  *Pager
 	server *Server // nil until serve
 
 	mu     sync.Mutex
 	fatal  []error // guarded by mu
 	closed bool
+	leaky  bool // the pool was damaged on purpose
 }
 
 // newRig starts a VMM with n channels; nobody serves its faults yet.
@@ -65,11 +67,8 @@ func newRig(t testing.TB, frames, n int, tune ...func(*Options)) *rig {
 	if r.guest, err = guestmem.Attach(r.vm.Shim, r.vm.PID, r.im); err != nil {
 		t.Fatal(err)
 	}
-	if r.pool, err = pool.New(pool.Options{}); err != nil {
-		t.Fatal(err)
-	}
-	r.cohort = dictionary.New(dictionary.Options{})
-	o := Options{Name: "test", Guest: r.guest, Image: r.im, Pool: r.pool, Cohort: r.cohort, OnFatal: func(err error) {
+	r.cohort = newCohort(t, r.im, cohort.Options{})
+	o := Options{Name: "test", Guest: r.guest, Image: r.im, Cohort: r.cohort, OnFatal: func(err error) {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.fatal = append(r.fatal, err)
@@ -82,6 +81,55 @@ func newRig(t testing.TB, frames, n int, tune ...func(*Options)) *rig {
 	}
 	t.Cleanup(r.close)
 	return r
+}
+
+// newCohort returns a cohort over an image, without a root image.
+func newCohort(t testing.TB, im *guestmem.Image, o cohort.Options) *cohort.Cohort {
+	t.Helper()
+	root, err := os.Create(filepath.Join(t.TempDir(), "root"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.Library, err = library.Build(context.Background(), im, root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := cohort.New(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := errors.Join(o.Library.Close(), root.Close()); err != nil {
+			t.Error(err)
+		}
+	})
+	return c
+}
+
+// useCohort gives the rig another cohort, before anything is kept in its own.
+func (r *rig) useCohort(o cohort.Options) {
+	r.t.Helper()
+	r.cohort.Leave(r.pager)
+	if err := r.cohort.Close(); err != nil {
+		r.t.Fatal(err)
+	}
+	r.cohort = newCohort(r.t, r.im, o)
+	r.pager.cohort = r.cohort
+	r.cohort.Join(r.pager)
+}
+
+// flipBit damages the entry of an evicted frame.
+func (r *rig) flipBit(f units.Frame) {
+	r.t.Helper()
+	reader := r.cohort.Pool().NewReader()
+	defer reader.Close()
+	reader.Pin()
+	defer reader.Unpin()
+	enc, err := reader.View(pool.Handle(r.pager.table.load(f).ref()))
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	enc.Data[len(enc.Data)/2] ^= 4
 }
 
 // close ends everything in order and checks that the pool got all its entries back.
@@ -100,11 +148,10 @@ func (r *rig) close() {
 	if err := r.guest.Close(); err != nil {
 		r.t.Error(err)
 	}
-	if got := r.pool.Stats(); got.Entries != 0 {
+	if got := r.cohort.Stats().Pool; got.Entries != 0 && !r.leaky {
 		r.t.Errorf("%d pool entries were not given back", got.Entries)
 	}
-	r.cohort.Close()
-	if err := r.pool.Close(); err != nil {
+	if err := r.cohort.Close(); err != nil {
 		r.t.Error(err)
 	}
 }

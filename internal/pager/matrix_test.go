@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/agentzip/agentzip/internal/codec"
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/guestmem/guestmemtest"
 	"github.com/agentzip/agentzip/internal/units"
@@ -130,8 +130,8 @@ func (r *rig) accessible(f units.Frame, write bool) bool {
 }
 
 func TestEveryEventInEveryStateIsServedRight(t *testing.T) {
-	w := &faultWorker{decoder: codec.NewDecoder()}
-	defer w.decoder.Close()
+	w := &faultWorker{codec: cohort.NewLoader()}
+	defer w.codec.Close()
 	server := runServer(t)
 	for _, s := range situations {
 		for i, e := range events {
@@ -182,8 +182,8 @@ func checkThroughEviction(t *testing.T, r *rig, f units.Frame, want *units.Page)
 
 // Busy exists only during a pass: the events come from inside it.
 func TestEveryEventWhileAPageIsBeingEncodedIsServedRight(t *testing.T) {
-	w := &faultWorker{decoder: codec.NewDecoder()}
-	defer w.decoder.Close()
+	w := &faultWorker{codec: cohort.NewLoader()}
+	defer w.codec.Close()
 	server := runServer(t)
 	contents := map[string]*units.Page{"encoded": textPage(5), "zeros": zeroPage(), "equal": guestmemtest.Base(pageFrame), "kept": randomPage(6)}
 	ends := map[string]tag{"encoded": tagEvicted, "zeros": tagZero, "equal": tagTemplate, "kept": tagKept}

@@ -3,14 +3,13 @@ package pager
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/agentzip/agentzip/internal/dictionary"
-	"github.com/agentzip/agentzip/internal/fault"
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestmem"
-	"github.com/agentzip/agentzip/internal/pool"
 	"github.com/agentzip/agentzip/internal/uffd"
 	"github.com/agentzip/agentzip/internal/units"
 )
@@ -23,19 +22,11 @@ var (
 	ErrIntegrity = errors.New("page content is damaged")
 	// ErrVerify: an encoded page did not decode to itself. It was not dropped and the
 	// guest is unharmed, but the codec is wrong: a report worth failing a run for.
-	ErrVerify = errors.New("encoded page does not decode to itself")
+	ErrVerify = cohort.ErrVerify
 	// ErrGone: the VMM process is dying or dead.
 	ErrGone = guestmem.ErrGone
 	// ErrClosed: the pager was closed.
 	ErrClosed = errors.New("the pager is closed")
-)
-
-// Failure points. corruptPoint damages what a restore decoded; mismatchPoint what a pass
-// compares; putPoint is a full pool.
-var (
-	corruptPoint  = fault.NewPoint("pager.corrupt")
-	mismatchPoint = fault.NewPoint("pager.mismatch")
-	putPoint      = fault.NewPoint("pager.put")
 )
 
 // BatchPages is how many pages an eviction or a restore takes in hand at once. The mutex
@@ -67,13 +58,12 @@ type Memory interface {
 
 var _ Memory = (*guestmem.Guest)(nil)
 
-// Options of a Pager. Guest, Image and Pool are required.
+// Options of a Pager. Guest, Image and Cohort are required.
 type Options struct {
 	Name   string          // of the sandbox, for errors
 	Guest  Memory          // stays the caller's; must outlive the Pager
 	Image  *guestmem.Image // the template's memory, sealed; must outlive the Pager
-	Pool   *pool.Pool      // may be shared by many sandboxes
-	Cohort *dictionary.Set // dictionaries; nil encodes without
+	Cohort *cohort.Cohort  // keeps the pages, and is shared by the siblings; its library is of Image
 
 	// OnFatal is called once, in a goroutine of its own, when the sandbox must be killed.
 	OnFatal func(error)
@@ -92,8 +82,7 @@ type Pager struct {
 	name    string          // immutable
 	mem     Memory          // immutable
 	image   *guestmem.Image // immutable
-	pool    *pool.Pool      // immutable
-	cohort  *dictionary.Set // immutable, may be nil
+	cohort  *cohort.Cohort  // immutable
 	onFatal func(error)     // immutable
 	workers *Workers        // immutable
 	around  units.Frame     // immutable
@@ -104,10 +93,11 @@ type Pager struct {
 	mu      sync.Mutex
 	waiting atomic.Int32 // faults that want mu; a pass makes way for them
 	table   *table       // words: stored under mu
-	pooled  int          // guarded by mu; words with a handle
-	encoded units.Bytes  // guarded by mu; sum of their encoded bytes
+	kept    int          // guarded by mu; words with a ref
 	dead    error        // guarded by mu; why nothing is served any more
 	closed  bool         // guarded by life
+
+	soon atomic.Pointer[[]units.Frame] // ascending; pages that the next call will touch
 
 	stats counters
 }
@@ -116,8 +106,8 @@ type Pager struct {
 // Hand it to a Server before its guest runs on.
 func New(o Options) (*Pager, error) {
 	switch {
-	case o.Guest == nil || o.Image == nil || o.Pool == nil:
-		return nil, errors.New("create pager: guest, image and pool are required")
+	case o.Guest == nil || o.Image == nil || o.Cohort == nil:
+		return nil, errors.New("create pager: guest, image and cohort are required")
 	case o.Guest.Frames() != o.Image.Frames():
 		return nil, fmt.Errorf("create pager: the guest has %d pages, its image %d", o.Guest.Frames(), o.Image.Frames())
 	case o.FaultAround < 0 || o.FaultAround > 512 || o.FaultAround&(o.FaultAround-1) != 0:
@@ -128,7 +118,7 @@ func New(o Options) (*Pager, error) {
 		return nil, fmt.Errorf("create pager: %w", err)
 	}
 	p := &Pager{
-		name: o.Name, mem: o.Guest, image: o.Image, pool: o.Pool, cohort: o.Cohort, onFatal: o.OnFatal,
+		name: o.Name, mem: o.Guest, image: o.Image, cohort: o.Cohort, onFatal: o.OnFatal,
 		workers: o.Workers, around: units.Frame(o.FaultAround), table: t, passes: make(chan struct{}, 1),
 	}
 	if p.around == 0 {
@@ -140,6 +130,7 @@ func New(o Options) (*Pager, error) {
 	if p.onFatal == nil {
 		p.onFatal = func(error) {}
 	}
+	p.cohort.Join(p)
 	return p, nil
 }
 
@@ -168,24 +159,67 @@ func (p *Pager) Err() error {
 	return p.dead
 }
 
-// release gives back the page's reference to a pool entry. Caller holds mu.
-func (p *Pager) release(h pool.Handle) {
-	p.pooled--
-	p.encoded -= units.Bytes(len(p.pool.View(h).Data))
-	p.unref(h)
+// release gives back the page's reference. Caller holds mu.
+func (p *Pager) release(r cohort.Ref) {
+	p.kept--
+	p.unref(r)
 }
 
-// unref gives back a reference that is not counted as this sandbox's.
-func (p *Pager) unref(h pool.Handle) {
-	if freed, dict := p.pool.Release(h); freed && dict != 0 && p.cohort != nil {
-		p.cohort.Release(dict)
+// unref gives back a reference that is not counted as this sandbox's. Damage found then
+// harms only those who still refer to the page: this one has it elsewhere.
+func (p *Pager) unref(r cohort.Ref) {
+	if err := p.cohort.Release(r); err != nil {
+		p.stats.leaks.Add(1)
+		p.cohort.ReportDamage(err, nil)
 	}
 }
 
-// hold counts a reference as this sandbox's. Caller holds mu.
-func (p *Pager) hold(h pool.Handle) {
-	p.pooled++
-	p.encoded += units.Bytes(len(p.pool.View(h).Data))
+// Refers reports whether a page of this sandbox refers to damage; see cohort.Member.
+func (p *Pager) Refers(damaged func(cohort.Ref) bool) bool {
+	p.life.RLock()
+	defer p.life.RUnlock()
+	if p.closed {
+		return false
+	}
+	return slices.ContainsFunc(p.refs(), damaged)
+}
+
+// refs returns what the table refers to now. Looking each up would be too long with mu held.
+func (p *Pager) refs() []cohort.Ref {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	refs := make([]cohort.Ref, 0, p.kept)
+	p.table.each(func(_ units.Frame, e entry) bool {
+		if e.hasRef() {
+			refs = append(refs, e.ref())
+		}
+		return true
+	})
+	return refs
+}
+
+// Fail ends the sandbox because a page that it needs is lost; see cohort.Member.
+func (p *Pager) Fail(err error) { p.abort(fmt.Errorf("%w: %w", ErrIntegrity, err)) }
+
+// Expect names the pages that the next tool call will probably touch, in place of those
+// named before: they are kept in ways that are quick to undo. Any goroutine.
+func (p *Pager) Expect(pages []Touch) {
+	soon := make([]units.Frame, 0, len(pages))
+	for _, t := range pages {
+		soon = append(soon, t.Frame)
+	}
+	slices.Sort(soon)
+	p.soon.Store(&soon)
+}
+
+// expected reports whether Expect named f.
+func (p *Pager) expected(f units.Frame) bool {
+	soon := p.soon.Load()
+	if soon == nil {
+		return false
+	}
+	_, found := slices.BinarySearch(*soon, f)
+	return found
 }
 
 // A Touch is a page that the guest was seen touching, or that it is expected to touch.
@@ -213,8 +247,8 @@ type Usage struct {
 	Resident  units.Bytes // private pages in memory now, Clean ones included
 	Swapped   units.Bytes // private pages in swap now
 	PageTable units.Bytes // this package's page table
-	Pooled    int         // pages that have an entry in the pool
-	Encoded   units.Bytes // bytes of those entries, without slack and headers
+	Kept      int         // pages that the cohort keeps for this sandbox, Clean ones included
+	Encoded   units.Bytes // bytes of their entries, without slack and headers; shared ones count for each sandbox
 }
 
 // Usage counts exactly; while a pass runs, its batch in hand may count as swapped. It
@@ -233,12 +267,26 @@ func (p *Pager) Usage() (Usage, error) {
 	if err != nil {
 		return Usage{}, fmt.Errorf("measure page table of sandbox %s: %w", p.name, err)
 	}
+	encoded := p.encodedBytes()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return Usage{
 		Resident: units.Bytes(resident) * units.PageSize, Swapped: units.Bytes(swapped) * units.PageSize,
-		PageTable: tableSize, Pooled: p.pooled, Encoded: p.encoded,
+		PageTable: tableSize, Kept: p.kept, Encoded: encoded,
 	}, nil
+}
+
+// encodedBytes sums the entries of this sandbox's pages. Those that come or go meanwhile may
+// be counted or not.
+func (p *Pager) encodedBytes() (sum units.Bytes) {
+	w := cohort.NewLoader()
+	defer w.Close()
+	for _, r := range p.refs() {
+		if _, n, err := p.cohort.Way(w, r); err == nil {
+			sum += units.Bytes(n)
+		}
+	}
+	return sum
 }
 
 // Close gives back every pool entry and the page table. It waits for a running Evict or
@@ -252,14 +300,15 @@ func (p *Pager) Close() error {
 		return nil
 	}
 	p.closed = true
+	p.cohort.Leave(p)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.dead == nil {
 		p.dead = ErrClosed
 	}
 	p.table.each(func(f units.Frame, e entry) bool {
-		if e.hasHandle() {
-			p.release(e.handle())
+		if e.hasRef() {
+			p.release(e.ref())
 			p.table.store(f, entryTemplate)
 		}
 		return true

@@ -67,7 +67,7 @@ func (p *Pager) restoreBatch(w *worker) (int, error) {
 	defer func() {
 		for i := range b.n {
 			if b.fates[i] == fateEncoded {
-				p.unref(b.before[i].handle())
+				p.unref(b.before[i].ref())
 			}
 		}
 	}()
@@ -75,7 +75,7 @@ func (p *Pager) restoreBatch(w *worker) (int, error) {
 		if b.fates[i] != fateEncoded {
 			continue
 		}
-		if err := p.decode(w.page(i), b.frames[i], b.before[i], w.decoder); err != nil {
+		if err := p.load(w.page(i), b.frames[i], b.before[i], w.codec); err != nil {
 			p.abort(err)
 			return mapped, p.Err()
 		}
@@ -107,7 +107,9 @@ func (p *Pager) collect(w *worker) (mapped int, err error) {
 		b.before[i] = p.table.load(f)
 		switch b.before[i].tag() {
 		case tagEvicted:
-			p.pool.Ref(b.before[i].handle())
+			if p.cohort.Ref(b.before[i].ref()) != nil {
+				continue // damaged, or shared too often: a fault finds out which
+			}
 			b.fates[i] = fateEncoded
 		case tagTemplate:
 			b.fates[i] = fateEqual
@@ -154,10 +156,10 @@ func (p *Pager) installBatch(w *worker) (installed int, err error) {
 		for k := i; k < i+done; k++ {
 			if write {
 				p.table.store(b.frames[k], entryTemplate)
-				p.release(b.before[k].handle())
+				p.release(b.before[k].ref())
 				continue
 			}
-			p.table.store(b.frames[k], clean(b.before[k].handle()))
+			p.table.store(b.frames[k], clean(b.before[k].ref()))
 		}
 		installed += done
 		if err != nil {

@@ -12,7 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/agentzip/agentzip/internal/codec"
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/hostmem"
 	"github.com/agentzip/agentzip/internal/uffd"
@@ -68,11 +68,11 @@ type served struct {
 
 // faultWorker is the scratch of a fault thread.
 type faultWorker struct {
-	decoder *codec.Decoder
-	page    units.Page
-	faults  [faultsAtOnce]guestmem.Fault
-	events  [faultsAtOnce]uffd.Event
-	ready   [1]unix.EpollEvent // one sandbox at a time: another thread takes the next
+	codec  *cohort.Worker // loads only
+	page   units.Page
+	faults [faultsAtOnce]guestmem.Fault
+	events [faultsAtOnce]uffd.Event
+	ready  [1]unix.EpollEvent // one sandbox at a time: another thread takes the next
 }
 
 // NewServer returns a server without pagers. Run starts its threads and ends it.
@@ -186,8 +186,8 @@ func (s *Server) thread() {
 	if hostmem.SetRealtime(faultPriority) != nil {
 		_ = hostmem.SetNice(0, faultNice)
 	}
-	w := &faultWorker{decoder: codec.NewDecoder()}
-	defer w.decoder.Close()
+	w := &faultWorker{codec: cohort.NewLoader()}
+	defer w.codec.Close()
 	for {
 		n, err := unix.EpollWait(s.epoll, w.ready[:], -1)
 		if err != nil {

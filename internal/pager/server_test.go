@@ -11,7 +11,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/agentzip/agentzip/internal/codec"
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/units"
 )
@@ -82,8 +82,8 @@ func TestServingAFaultDoesNotAllocate(t *testing.T) {
 	r.write(7, zeroPage())
 	r.evict()
 	server.Remove(r.pager)
-	w := &faultWorker{decoder: codec.NewDecoder()}
-	defer w.decoder.Close()
+	w := &faultWorker{codec: cohort.NewLoader()}
+	defer w.codec.Close()
 	drop := func(f units.Frame) {
 		if err := errors.Join(r.guest.Drop([]guestmem.Run{{Start: f, Pages: 1}}), r.guest.Unprotect(guestmem.Run{Start: f, Pages: 1})); err != nil {
 			t.Fatal(err)
@@ -103,9 +103,11 @@ func TestServingAFaultDoesNotAllocate(t *testing.T) {
 		"write to a clean page": func() {
 			again(6, evicted6)
 			r.pager.handle(guestmem.Fault{Frame: 6, Minor: true}, w, time.Now())
-			r.pool.Ref(evicted6.handle())
+			if err := r.cohort.Ref(evicted6.ref()); err != nil {
+				t.Error(err)
+			}
 			r.pager.handle(guestmem.Fault{Frame: 6, Write: true, WP: true}, w, time.Now())
-			r.pager.hold(evicted6.handle())
+			r.pager.kept++
 		},
 		"template page": func() { drop(11); r.pager.handle(guestmem.Fault{Frame: 11, Minor: true}, w, time.Now()) },
 		"hole":          func() { drop(10); r.pager.handle(guestmem.Fault{Frame: 10}, w, time.Now()) },
@@ -156,7 +158,7 @@ func TestAPageRestoredForWritingTakesTheWriteWithoutAFault(t *testing.T) {
 	if n, err := r.pager.Restore(context.Background(), []Touch{{5, true}, {6, false}, {7, true}, {8, true}}); err != nil || n != 4 {
 		t.Fatalf("restore: %d, %v, want 4", n, err)
 	}
-	if u, err := r.pager.Usage(); err != nil || u.Pooled != 1 {
+	if u, err := r.pager.Usage(); err != nil || u.Kept != 1 {
 		t.Errorf("after the restore: %+v, %v; want one page with an entry, the one not to be written", u, err)
 	}
 	for f := units.Frame(5); f < 9; f++ {
@@ -228,7 +230,7 @@ func TestAPageThatDoesNotShrinkIsEncodedOnceUntilItIsWritten(t *testing.T) {
 	if got := r.evict(); got.Kept != 1 {
 		t.Fatalf("first pass %+v, want one page kept", got)
 	}
-	if err := failArmed(t, "pager.put", func() { // reached only by encoding
+	if err := failArmed(t, "cohort.put", func() { // reached only by encoding
 		if got := r.evict(); got.Kept != 1 {
 			t.Errorf("second pass %+v, want one page kept", got)
 		}
@@ -245,7 +247,7 @@ func TestACleanPageIsDroppedWithoutEncoding(t *testing.T) {
 	r := newRig(t, 64, 1).serve()
 	r.write(7, textPage(1))
 	r.evict()
-	h := r.pager.table.load(7).handle()
+	h := r.pager.table.load(7).ref()
 	for range 3 {
 		r.read(7)
 		if got := r.evict(); got.Clean != 1 || got.Encoded != 0 || got.Dropped != 1 {
@@ -304,7 +306,7 @@ func TestTheTableOccupiesOnlyWhatWasTouched(t *testing.T) {
 	if u.PageTable > 20*units.KiB { // two parts of the words, one of each bitmap, and the sets
 		t.Errorf("the page table occupies %v after two pages were evicted", u.PageTable)
 	}
-	if u.Pooled != 2 || u.Encoded == 0 || u.Encoded > 2*units.PageSize {
+	if u.Kept != 2 || u.Encoded == 0 || u.Encoded > 2*units.PageSize {
 		t.Errorf("usage %+v, want two small pages", u)
 	}
 }

@@ -5,9 +5,8 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/agentzip/agentzip/internal/codec"
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestmem"
-	"github.com/agentzip/agentzip/internal/invariant"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
@@ -109,7 +108,7 @@ func (p *Pager) serve(f guestmem.Fault, w *faultWorker) (outcome, error) {
 			return outcomeStale, p.mem.Wake(one)
 		}
 		p.table.store(f.Frame, entryTemplate)
-		p.release(e.handle())
+		p.release(e.ref())
 		return outcomeDirtied, p.mem.Unprotect(one)
 
 	case tagCount:
@@ -119,7 +118,7 @@ func (p *Pager) serve(f guestmem.Fault, w *faultWorker) (outcome, error) {
 
 // restore brings an evicted page back. Caller holds mu.
 func (p *Pager) restore(f units.Frame, e entry, write bool, w *faultWorker) (outcome, error) {
-	if err := p.decode(&w.page, f, e, w.decoder); err != nil {
+	if err := p.load(&w.page, f, e, w.codec); err != nil {
 		return outcomeDead, err
 	}
 	if _, err := p.mem.Copy(f, w.page[:], !write); err != nil {
@@ -127,31 +126,19 @@ func (p *Pager) restore(f units.Frame, e entry, write bool, w *faultWorker) (out
 	}
 	if write {
 		p.table.store(f, entryTemplate)
-		p.release(e.handle())
+		p.release(e.ref())
 		return outcomeRestoreWrite, nil
 	}
-	p.table.store(f, clean(e.handle()))
+	p.table.store(f, clean(e.ref()))
 	return outcomeRestore, nil
 }
 
-// decode decodes the entry of an Evicted frame and checks its checksum. The caller holds
-// a reference to the entry, or mu.
-func (p *Pager) decode(dst *units.Page, f units.Frame, e entry, d *codec.Decoder) error {
-	enc := p.pool.View(e.handle())
-	var dict *codec.Dictionary
-	if enc.Dict != 0 && p.cohort != nil {
-		dict = p.cohort.Lookup(enc.Dict)
-	}
-	err := d.Decode(dst, enc, p.image.Page(f), dict)
-	if injected := corruptPoint.Err(); injected != nil {
-		err = injected
-	}
-	if err != nil {
-		return fmt.Errorf("%w: frame %d, encoder %v, dictionary %d, pool entry %d (%d bytes): %w",
-			ErrIntegrity, f, enc.Kind, enc.Dict, e.handle(), len(enc.Data), err)
-	}
-	if invariant.Enabled {
-		invariant.Check(codec.Checksum(dst) == enc.Sum, "a decoded page has the checksum of its entry")
+// load fills dst with the page of an Evicted frame and checks it. The caller holds a
+// reference to it, or mu.
+func (p *Pager) load(dst *units.Page, f units.Frame, e entry, w *cohort.Worker) error {
+	if err := p.cohort.Load(w, dst, e.ref()); err != nil {
+		p.cohort.ReportDamage(err, p)
+		return fmt.Errorf("%w: frame %d: %w", ErrIntegrity, f, err)
 	}
 	return nil
 }
@@ -160,7 +147,7 @@ func (p *Pager) decode(dst *units.Page, f units.Frame, e entry, d *codec.Decoder
 // although it is Evicted has a content nobody knows: that is no success.
 func (p *Pager) installError(f units.Frame, e entry, err error) error {
 	if errors.Is(err, guestmem.ErrExists) {
-		return fmt.Errorf("%w: frame %d is evicted (pool entry %d) and yet mapped", ErrIntegrity, f, e.handle())
+		return fmt.Errorf("%w: frame %d is evicted (ref %#x) and yet mapped", ErrIntegrity, f, e.ref())
 	}
 	return fmt.Errorf("install frame %d: %w", f, err)
 }

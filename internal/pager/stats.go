@@ -4,12 +4,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/agentzip/agentzip/internal/codec"
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/units"
 )
-
-// kinds is one more than the highest codec.Kind.
-const kinds = int(codec.KindZstdDict) + 1
 
 // counters are updated with atomics, outside the mutex where time allows.
 type counters struct {
@@ -33,16 +30,17 @@ type counters struct {
 	passes, scanned, encodedPages, zeroPages, equalPages, cleanPages, keptPages atomic.Uint64
 	mismatches, fullPasses                                                      atomic.Uint64
 
-	kindPages [kinds]atomic.Uint64
-	kindBytes [kinds]atomic.Uint64
-	evicting  atomic.Int64 // nanoseconds in Evict
+	leaks    atomic.Uint64 // entries that could not be released
+	wayPages [cohort.NumWays]atomic.Uint64
+	wayBytes [cohort.NumWays]atomic.Uint64
+	evicting atomic.Int64 // nanoseconds in Evict
 }
 
-// EncoderStats counts what one encoder won.
-type EncoderStats struct {
-	Kind  codec.Kind
+// WayStats counts the pages that were kept in one way.
+type WayStats struct {
+	Way   cohort.Way
 	Pages uint64
-	Bytes units.Bytes // encoded
+	Bytes units.Bytes // added to the pool
 }
 
 // Stats counts since New. All latencies run from the reading of the fault from the kernel
@@ -66,7 +64,7 @@ type Stats struct {
 	Dirtied     uint64 // clean pages written
 	Passes      uint64
 	Scanned     uint64 // private pages that passes found
-	Encoded     uint64 // pages encoded and verified
+	Encoded     uint64 // pages that the cohort keeps, verified
 	Zeros       uint64 // dropped because all zeros
 	Equal       uint64 // dropped because equal to the template
 	Clean       uint64 // dropped without encoding
@@ -75,7 +73,9 @@ type Stats struct {
 	FullPasses  uint64 // passes that met a full pool
 	Evicting    time.Duration
 
-	Encoders []EncoderStats // by encoder, those that won at least once
+	Leaks uint64 // damaged entries that could not be released
+
+	Ways []WayStats // those that kept a page
 }
 
 // Stats returns a snapshot. It takes no lock; counters may be a fault apart.
@@ -89,11 +89,11 @@ func (p *Pager) Stats() Stats {
 		Cancelled: c.cancelled.Load(), Dirtied: c.dirtied.Load(),
 		Passes: c.passes.Load(), Scanned: c.scanned.Load(), Encoded: c.encodedPages.Load(), Zeros: c.zeroPages.Load(),
 		Equal: c.equalPages.Load(), Clean: c.cleanPages.Load(), Kept: c.keptPages.Load(),
-		Mismatches: c.mismatches.Load(), FullPasses: c.fullPasses.Load(), Evicting: time.Duration(c.evicting.Load()),
+		Mismatches: c.mismatches.Load(), Leaks: c.leaks.Load(), FullPasses: c.fullPasses.Load(), Evicting: time.Duration(c.evicting.Load()),
 	}
-	for k := range kinds {
-		if n := c.kindPages[k].Load(); n > 0 {
-			s.Encoders = append(s.Encoders, EncoderStats{Kind: codec.Kind(k), Pages: n, Bytes: units.Bytes(c.kindBytes[k].Load())})
+	for k := range cohort.NumWays {
+		if n := c.wayPages[k].Load(); n > 0 {
+			s.Ways = append(s.Ways, WayStats{Way: cohort.Way(k), Pages: n, Bytes: units.Bytes(c.wayBytes[k].Load())})
 		}
 	}
 	return s
@@ -109,4 +109,10 @@ func (c *counters) noteStall(d time.Duration) {
 			return
 		}
 	}
+}
+
+// noteStored counts a page that was kept.
+func (c *counters) noteStored(s cohort.Stored) {
+	c.wayPages[s.Way].Add(1)
+	c.wayBytes[s.Way].Add(uint64(s.Size)) //nolint:gosec // G115: below a page
 }

@@ -6,9 +6,9 @@ import (
 	"os"
 	"sync/atomic"
 
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/hostmem"
 	"github.com/agentzip/agentzip/internal/invariant"
-	"github.com/agentzip/agentzip/internal/pool"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
@@ -45,30 +45,30 @@ func (t tag) String() string {
 }
 
 const (
-	handleBits = 29
-	handleMask = 1<<handleBits - 1
+	refBits = cohort.RefBits
+	refMask = 1<<refBits - 1
 )
 
-// An entry is the table's word of one page: tag and pool handle (Evicted, Clean) or the
+// An entry is the table's word of one page: tag and the cohort's Ref (Evicted, Clean) or the
 // low bits of a checksum (Kept).
 type entry uint32
 
-func makeEntry(t tag, low uint32) entry { return entry(uint32(t)<<handleBits | low&handleMask) }
-func evicted(h pool.Handle) entry       { return makeEntry(tagEvicted, uint32(h)) }
-func clean(h pool.Handle) entry         { return makeEntry(tagClean, uint32(h)) }
+func makeEntry(t tag, low uint32) entry { return entry(uint32(t)<<refBits | low&refMask) }
+func evicted(r cohort.Ref) entry        { return makeEntry(tagEvicted, uint32(r)) }
+func clean(r cohort.Ref) entry          { return makeEntry(tagClean, uint32(r)) }
 func kept(sum uint32) entry             { return makeEntry(tagKept, sum) }
-func (e entry) tag() tag                { return tag(e >> handleBits) }
-func (e entry) handle() pool.Handle     { return pool.Handle(e & handleMask) }
-func (e entry) hasHandle() bool         { return e.tag() == tagEvicted || e.tag() == tagClean }
+func (e entry) tag() tag                { return tag(e >> refBits) }
+func (e entry) ref() cohort.Ref         { return cohort.Ref(e & refMask) }
+func (e entry) hasRef() bool            { return e.tag() == tagEvicted || e.tag() == tagClean }
 func (e entry) keptSum(sum uint32) bool { return e == kept(sum) }
 func (e entry) mayBeEncoded() bool {
 	return e.tag() == tagTemplate || e.tag() == tagZero || e.tag() == tagKept
 }
 
 const (
-	entryTemplate = entry(tagTemplate) << handleBits
-	entryZero     = entry(tagZero) << handleBits
-	entryBusy     = entry(tagBusy) << handleBits
+	entryTemplate = entry(tagTemplate) << refBits
+	entryZero     = entry(tagZero) << refBits
+	entryBusy     = entry(tagBusy) << refBits
 )
 
 // The table's memory is an arena of cells of 32 bytes for each region of 1 GiB of guest
@@ -327,7 +327,7 @@ func (t *table) store(f units.Frame, e entry) {
 	if invariant.Enabled {
 		invariant.Check(int(f) < t.frames, "a word is stored for a frame of the guest")
 		invariant.Check(e.tag() < tagCount, "a word has a known tag")
-		invariant.Check(!e.hasHandle() || e.handle() != 0, "Evicted and Clean have a handle")
+		invariant.Check(!e.hasRef() || e.ref() != 0, "Evicted and Clean have a ref")
 	}
 	a, _ := t.region(f)
 	if e != entryTemplate {

@@ -9,7 +9,7 @@ import (
 
 	"pgregory.net/rapid"
 
-	"github.com/agentzip/agentzip/internal/pool"
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
@@ -44,7 +44,7 @@ func TestALoadThatIsOvertakenBeginsAgain(t *testing.T) {
 				f := frame.Draw(rt, "frame")
 				model[f] = entryTemplate
 				if rapid.Bool().Draw(rt, "evict") {
-					model[f] = evicted(pool.Handle(rapid.Uint32Range(1, handleMask).Draw(rt, "handle")))
+					model[f] = evicted(cohort.Ref(rapid.Uint32Range(1, refMask).Draw(rt, "handle")))
 				}
 				tab.store(f, model[f])
 				changed[f] = true
@@ -92,7 +92,7 @@ func TestALoadIsOfItsFrameAndNotOlderThanItBegan(t *testing.T) {
 		if v%2 == 1 || v == 0 {
 			return entryTemplate
 		}
-		return evicted(pool.Handle(uint32(i)<<20 | v))
+		return evicted(cohort.Ref(uint32(i)<<20 | v))
 	}
 	var stop atomic.Bool
 	var loads atomic.Uint64

@@ -11,7 +11,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"pgregory.net/rapid"
 
-	"github.com/agentzip/agentzip/internal/pool"
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
@@ -141,7 +141,7 @@ func newTableModel(t *testing.T, rt *rapid.T) *tableModel {
 			if tag == tagTemplate || tag == tagZero || tag == tagBusy {
 				return makeEntry(tag, 0)
 			}
-			return makeEntry(tag, uint32(rapid.IntRange(1, handleMask).Draw(rt, "low")))
+			return makeEntry(tag, uint32(rapid.IntRange(1, refMask).Draw(rt, "low")))
 		}),
 	}
 }
@@ -243,7 +243,7 @@ func TestATableOfAllFramesFitsIntoItsMemory(t *testing.T) {
 		tab := openTable(t, frames)
 		for f := range units.Frame(frames) {
 			tab.mark(f, true)
-			tab.store(f, evicted(pool.Handle(f+1)))
+			tab.store(f, evicted(cohort.Ref(f+1)))
 		}
 		if err := checkTable(tab, (frames+7)/8, (frames+127)/128); err != nil {
 			t.Errorf("%d frames: %v", frames, err)
@@ -302,7 +302,7 @@ func TestTheTableOfAScatteredCloneIsSmall(t *testing.T) {
 		marked := occupied(t, tab)
 		tab.drain(nil)
 		for i, f := range frames {
-			tab.store(f, evicted(pool.Handle(i+1)))
+			tab.store(f, evicted(cohort.Ref(i+1)))
 		}
 		got := occupied(t, tab)
 		share := float64(got) / float64(privatePages*units.PageSize)

@@ -9,7 +9,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/agentzip/agentzip/internal/codec"
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/hostmem"
 	"github.com/agentzip/agentzip/internal/units"
@@ -53,11 +53,9 @@ var shared = sync.OnceValue(func() *Workers { return NewWorkers(runtime.NumCPU()
 
 // A worker is the scratch of one pass or restore. Owned by the goroutine that took it.
 type worker struct {
-	encoder *codec.Encoder // nil at a place for restoring
-	decoder *codec.Decoder // independent of encoder: it verifies
-	pages   *hostmem.Mapping
-	check   units.Page // what the decoder made of an entry
-	batch   batch
+	codec *cohort.Worker // loads only, at a place for restoring
+	pages *hostmem.Mapping
+	batch batch
 
 	runs  [BatchPages]guestmem.Run
 	rest  int  // niceness of the current thread outside locks
@@ -92,9 +90,11 @@ func (ws *Workers) newWorker(encodes bool) (*worker, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make a place for bulk work: %w", err)
 	}
-	w := &worker{decoder: codec.NewDecoder(), pages: pages}
+	w := &worker{pages: pages}
 	if encodes {
-		w.encoder = codec.NewEncoder(codec.Options{})
+		w.codec = cohort.NewWorker()
+	} else {
+		w.codec = cohort.NewLoader()
 	}
 	ws.made = append(ws.made, w)
 	return w, nil
@@ -107,10 +107,7 @@ func (ws *Workers) Close() error {
 	ws.closed = true
 	var errs []error
 	for _, w := range ws.made {
-		if w.encoder != nil {
-			w.encoder.Close()
-		}
-		w.decoder.Close()
+		w.codec.Close()
 		errs = append(errs, w.pages.Close())
 	}
 	ws.made = nil

@@ -8,15 +8,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// chunkBytes is what the tables of chunkLen segments take on the Go heap.
-const chunkBytes = int64(unsafe.Sizeof([chunkLen]segment{}))
+// What the tables on the Go heap take.
+const (
+	poolBytes    = int64(unsafe.Sizeof(Pool{}))
+	readerBytes  = int64(unsafe.Sizeof(Reader{}))
+	chunkBytes   = int64(unsafe.Sizeof(segmentChunk{}))
+	pointerBytes = int64(unsafe.Sizeof(uintptr(0)))
+)
 
-// refs returns the counter at off of mem.
-func refs(mem []byte, off int) *atomic.Uint32 {
-	// SAFETY: the index is checked; every off is a multiple of 16 (plus a
-	// multiple of 4) in a mapping that starts at a page, so it is aligned, and
-	// mem[off:off+4] lies in it because a slot has at least 16 bytes.
-	return (*atomic.Uint32)(unsafe.Pointer(&mem[off]))
+const _ = uint(tablePageBits/8-unsafe.Sizeof(tablePage{})) + uint(segmentSize-unsafe.Sizeof(segmentChunk{}))
+
+// word returns the table's word of h.
+func (p *Pool) word(h Handle) *atomic.Uint64 {
+	// SAFETY: the index is checked, and the table's length is a multiple of 8, so
+	// the 8 bytes lie in it; it starts at a page, so they are aligned.
+	return (*atomic.Uint64)(unsafe.Pointer(&p.table[int(h)*wordSize]))
 }
 
 // plainPages keeps huge pages out of mem, where one byte would bring 2 MiB into

@@ -7,10 +7,10 @@ import (
 	"io"
 	"time"
 
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestlink"
 	"github.com/agentzip/agentzip/internal/pager"
 	"github.com/agentzip/agentzip/internal/policy"
-	"github.com/agentzip/agentzip/internal/pool"
 )
 
 // A Call says how one tool call went.
@@ -93,6 +93,9 @@ func (s *Sandbox) callEnds() {
 	defer s.mu.Unlock()
 	s.rhythm.CallEnds(time.Now())
 	s.recent.Observe(touched)
+	if s.pager != nil {
+		s.pager.Expect(s.recent.Predict(nil))
+	}
 	select {
 	case s.wake <- struct{}{}:
 	default:
@@ -173,7 +176,7 @@ func (s *Sandbox) evict(ctx context.Context) {
 	switch {
 	case ctx.Err() != nil:
 		s.log.Debug("compression cancelled by a call", "result", r)
-	case errors.Is(err, pool.ErrFull):
+	case errors.Is(err, cohort.ErrFull):
 		s.log.Warn("the pool is full: pages stay uncompressed", "result", r)
 	case err != nil:
 		s.log.Warn("compress", "err", err)

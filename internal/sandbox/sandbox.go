@@ -29,12 +29,11 @@ import (
 
 	"github.com/google/uuid"
 
-	"github.com/agentzip/agentzip/internal/dictionary"
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestlink"
 	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/pager"
 	"github.com/agentzip/agentzip/internal/policy"
-	"github.com/agentzip/agentzip/internal/pool"
 	"github.com/agentzip/agentzip/internal/prefetch"
 	"github.com/agentzip/agentzip/internal/units"
 	"github.com/agentzip/agentzip/internal/vmm"
@@ -87,8 +86,7 @@ func (p Phase) String() string {
 
 // Compression is what the sandboxes of one cohort share.
 type Compression struct {
-	Pool   *pool.Pool
-	Cohort *dictionary.Set
+	Cohort *cohort.Cohort
 	Faults *pager.Server
 }
 
@@ -238,7 +236,6 @@ func (s *Sandbox) attachPager() error {
 		Name:    s.id,
 		Guest:   mem,
 		Image:   s.opts.Template.Image,
-		Pool:    c.Pool,
 		Cohort:  c.Cohort,
 		OnFatal: s.fatal,
 	})
@@ -392,8 +389,8 @@ func (s *Sandbox) Pager() (pager.Stats, bool) {
 type Usage struct {
 	ResidentPrivate units.Bytes // private guest pages mapped now
 	PageTables      units.Bytes // the pager's page table
-	Encoded         units.Bytes // bytes of its pages in the pool, without slack
-	Pooled          int64       // its pages in the pool
+	Encoded         units.Bytes // bytes of its pages in the pool, without slack; shared entries count for each sandbox
+	Kept            int64       // its pages that the cohort keeps: in the pool, or as references
 	VMMHeap         units.Bytes // anonymous memory of the VMM outside guest memory
 }
 
@@ -405,7 +402,7 @@ func (s *Sandbox) Usage() (Usage, error) {
 		if err != nil {
 			return u, fmt.Errorf("count pages of sandbox %s: %w", s.id, err)
 		}
-		u = Usage{ResidentPrivate: pu.Resident + pu.Swapped, PageTables: pu.PageTable, Encoded: pu.Encoded, Pooled: int64(pu.Pooled)}
+		u = Usage{ResidentPrivate: pu.Resident + pu.Swapped, PageTables: pu.PageTable, Encoded: pu.Encoded, Kept: int64(pu.Kept)}
 	} else {
 		n, err := guestmem.CountPrivate(s.machine.PID(), s.opts.Template.Image)
 		if err != nil {

@@ -42,6 +42,7 @@ Start with:  agentzip doctor     does this machine have what it takes?
 		return usageError(fmt.Errorf("%w (see: %s --help)", err, cmd.CommandPath()))
 	})
 	root.AddCommand(
+		newBenchCmd(),
 		newCaptureCmd(),
 		newDemoCmd(),
 		newDoctorCmd(),

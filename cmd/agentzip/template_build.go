@@ -3,6 +3,8 @@ package main
 import (
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -23,8 +25,14 @@ type buildFlags struct {
 	network    bool
 	warmUp     []string
 	workDir    string
+	deadPages  string
 	force      bool
 	asJSON     bool
+}
+
+// deadPages are the words --dead-pages takes.
+var deadPages = []string{
+	string(template.DeadZero), string(template.DeadReport), string(template.DeadBoth), string(template.DeadOff),
 }
 
 func newTemplateBuildCmd() *cobra.Command {
@@ -80,6 +88,8 @@ further flags. A template whose inputs have not changed is not built again.`,
 	fl.BoolVar(&f.network, "network", false, "give clones a user-mode network")
 	fl.StringArrayVar(&f.warmUp, "warm-up", nil, "shell command to run before the snapshot (repeatable)")
 	fl.StringVar(&f.workDir, "workdir", "", "where warm-up commands start (default: the user's home)")
+	fl.StringVar(&f.deadPages, "dead-pages", string(template.DefaultDeadPages),
+		"pages the guest frees: zero (cleared by its kernel), report (through a balloon device), both, off")
 	fl.BoolVar(&f.force, "force", false, "build even if nothing has changed")
 	fl.BoolVar(&f.asJSON, "json", false, "print the manifest as JSON when done")
 	return cmd
@@ -118,6 +128,9 @@ func (f *buildFlags) spec(cmd *cobra.Command, name string) (template.BuildSpec, 
 	default:
 		return spec, usageError(fmt.Errorf("--accel %q: use tcg or kvm", f.accel))
 	}
+	if !slices.Contains(deadPages, f.deadPages) {
+		return spec, usageError(fmt.Errorf("--dead-pages %q: use %s", f.deadPages, strings.Join(deadPages, ", ")))
+	}
 	flags := cmd.Flags()
 	if flags.Changed("memory") {
 		spec.Hardware.Memory = f.memory.bytes
@@ -132,7 +145,7 @@ func (f *buildFlags) spec(cmd *cobra.Command, name string) (template.BuildSpec, 
 		spec.WorkDir = f.workDir
 	}
 	spec.Hardware.VCPUs, spec.Hardware.Accel, spec.Hardware.CPU = f.vcpus, vmm.Accel(f.accel), f.cpu
-	spec.Hardware.Network = f.network
+	spec.Hardware.Network, spec.DeadPages = f.network, template.DeadPages(f.deadPages)
 	spec.Agent, spec.Force = libFile("agentzip-guest"), f.force
 	return spec, nil
 }

@@ -58,6 +58,7 @@ func writeManifest(out io.Writer, m *template.Manifest) error {
 	row("source", "%s (%s)", m.Source.Kind(), m.Source.Digest)
 	row("guest", "%s, %d vCPU, %s", m.Hardware.Memory, m.Hardware.VCPUs, m.Hardware.Accel)
 	row("shared memory", "%s", m.Resident)
+	row("dead pages", "%s", m.DeadPages.Mode())
 	row("kernel", "%s (%s %s)", m.Kernel.Release, m.Kernel.Package, m.Kernel.Version)
 	row("built with", "QEMU %s", m.Host.QEMU)
 	row("packages", "%d", len(m.Packages))

@@ -16,6 +16,13 @@
 // on. Nothing in this process maps it; system calls alone touch it. The Guest knows
 // nothing of page states: package pager decides what may be done to which page.
 //
+// From Attach on, only Drop unmaps a page of the guest. What the VMM would drop by itself
+// (free pages that the guest reports to its balloon device) is a report, which whoever serves
+// the Guest takes and answers; the VMM waits for that:
+//
+//	offered --Report--> taken --Answer--> done
+//	offered --the shim has waited 20 ms--> given up; Report does not find it
+//
 // Locks: none but Shim.mu, which makes one drop request after the other; nothing is
 // called while it is held.
 package guestmem

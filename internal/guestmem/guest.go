@@ -52,7 +52,8 @@ type Fault struct {
 //
 // Its methods do what they say to whatever page they are given; which page may be
 // given is the pager's knowledge. They may be called from several goroutines, except
-// that Scan excludes Scan, Read excludes Read, and Close everything.
+// that Scan excludes Scan, Read excludes Read, Private excludes Private, and Close
+// everything.
 type Guest struct {
 	pid     int              // immutable
 	base    uint64           // immutable; where frame 0 is in the VMM
@@ -60,6 +61,9 @@ type Guest struct {
 	uffd    *uffd.FD         // immutable
 	shim    *Shim            // immutable
 	pagemap *hostmem.Pagemap // owned by the caller of Scan
+	reports int              // immutable; our end of the socket on which the shim reports
+
+	reportMap *hostmem.Pagemap // owned by the caller of Private; nil until its first call
 
 	ranges [MaxRanges]hostmem.Range    // owned by the caller of Read
 	remote [MaxRanges]unix.RemoteIovec // owned by the caller of Read
@@ -67,7 +71,8 @@ type Guest struct {
 }
 
 // Attach puts process pid's private mapping of im under userfaultfd: from now on each
-// access to a page that is not mapped waits until somebody serves it. The VMM must be
+// access to a page that is not mapped waits until somebody serves it, and the VMM itself
+// can no longer drop any: its tries become reports. The VMM must be
 // paused or freshly loaded; what it did before stays as it is. The Guest takes over
 // the shim's userfaultfd; the shim stays the caller's.
 func Attach(sh *Shim, pid int, im *Image) (*Guest, error) {
@@ -102,10 +107,14 @@ func Attach(sh *Shim, pid int, im *Image) (*Guest, error) {
 	if err := fd.Register(base, size, uffd.RegisterMissing|uffd.RegisterMinor|uffd.RegisterWP); err != nil {
 		return nil, errors.Join(fmt.Errorf("attach to guest: %w", translate(err)), pagemap.Close())
 	}
+	reports, err := sh.guard(base, im)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("attach to guest: %w", err), pagemap.Close())
+	}
 	sh.mu.Lock()
 	sh.uffd = nil
 	sh.mu.Unlock()
-	return &Guest{pid: pid, base: base, frames: im.Frames(), uffd: fd, shim: sh, pagemap: pagemap}, nil
+	return &Guest{pid: pid, base: base, frames: im.Frames(), uffd: fd, shim: sh, pagemap: pagemap, reports: reports}, nil
 }
 
 // translate gives the userfaultfd's word for a dead process this package's meaning.
@@ -281,10 +290,14 @@ func (g *Guest) Drop(runs []Run) error {
 	return g.shim.Drop(g.drops[:len(runs)])
 }
 
-// Close gives up the userfaultfd and the pagemap.
+// Close gives up the userfaultfd, the pagemap and the reports.
 //
 // Preconditions: the VMM process is dead, or will be ended without running on: a
 // guest that runs while its pages are missing waits for ever.
 func (g *Guest) Close() error {
-	return errors.Join(g.uffd.Close(), g.pagemap.Close())
+	errs := []error{g.uffd.Close(), g.pagemap.Close(), unix.Close(g.reports)}
+	if g.reportMap != nil {
+		errs = append(errs, g.reportMap.Close())
+	}
+	return errors.Join(errs...)
 }

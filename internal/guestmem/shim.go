@@ -19,9 +19,10 @@ import (
 // The protocol of shim/shim.c.
 const (
 	shimMagic   = 0x48535a41 // "AZSH"
-	shimVersion = 1
+	shimVersion = 2
 	opGo        = 1
 	opDrop      = 2
+	opGuard     = 3
 	// MaxRanges is how many ranges one Drop takes.
 	MaxRanges = 64
 	// Environment variables by which the shim finds its descriptors.
@@ -138,7 +139,7 @@ func (s *Shim) Go() error {
 	defer s.mu.Unlock()
 	var msg, reply [8]byte
 	binary.NativeEndian.PutUint32(msg[:], opGo)
-	if err := s.exchange(msg[:], reply[:]); err != nil {
+	if err := s.exchange(msg[:], nil, reply[:]); err != nil {
 		return fmt.Errorf("start VMM: %w", err)
 	}
 	if binary.NativeEndian.Uint32(reply[:]) != shimMagic {
@@ -170,7 +171,7 @@ func (s *Shim) Drop(ranges []hostmem.Range) error {
 		binary.NativeEndian.PutUint64(s.msg[16+i*16:], r.Len)
 	}
 	var reply [8]byte
-	if err := s.exchange(s.msg[:8+len(ranges)*16], reply[:]); err != nil {
+	if err := s.exchange(s.msg[:8+len(ranges)*16], nil, reply[:]); err != nil {
 		return fmt.Errorf("drop pages: %w", err)
 	}
 	if errno := unix.Errno(binary.NativeEndian.Uint32(reply[:])); errno != 0 {
@@ -179,13 +180,13 @@ func (s *Shim) Drop(ranges []hostmem.Range) error {
 	return nil
 }
 
-// exchange sends one message and reads its answer. Caller holds mu.
-func (s *Shim) exchange(msg, reply []byte) error {
+// exchange sends one message, with descriptors or nil, and reads its answer. Caller holds mu.
+func (s *Shim) exchange(msg, rights, reply []byte) error {
 	if s.fd < 0 {
 		return fmt.Errorf("%w: %w", ErrShim, os.ErrClosed)
 	}
 	for {
-		_, err := unix.SendmsgN(s.fd, msg, nil, nil, unix.MSG_NOSIGNAL)
+		_, err := unix.SendmsgN(s.fd, msg, rights, nil, unix.MSG_NOSIGNAL)
 		if err == nil {
 			break
 		}

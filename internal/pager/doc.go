@@ -33,6 +33,7 @@
 //	Evicted(r) --write fault, or Restore for writing: install writable, release r--> Template
 //	Clean(r) --write fault, unprotect, release r--> Template
 //	Clean(r) --pass, publish, drop--> Evicted(r)                  (nothing to encode)
+//	any but Busy --reported free: release r, publish, drop--> Zero  (see below)
 //
 // # Faults
 //
@@ -59,6 +60,13 @@
 // what they did; where they did nothing there is an explicit WAKE. A thread that was
 // woken too early faults again.
 //
+// # Reports
+//
+// A guest with free page reporting says which pages it does not use, and the VMM keeps it
+// from using them until the Server has answered. Their content is nobody's then, so they are
+// dropped without being read, and their entries released: discard.go has the table. With the
+// guest's init_on_free the content was zeros anyway and stays zeros, which that guest relies on.
+//
 // # Rules
 //
 //  1. Every change of a word, and the ioctl or drop that belongs to it, happens under
@@ -66,9 +74,11 @@
 //  2. A word is published before the physical page is dropped.
 //  3. A page is dropped only if it has been write-protected since before it was read,
 //     still has the state this pass gave it, and what the cohort keeps of it was decoded
-//     and compared equal with all 4096 bytes that were read (cohort.Store). A Clean page was so.
+//     and compared equal with all 4096 bytes that were read (cohort.Store). A Clean page was so. Or: the
+//     guest has reported it free and has not been answered.
 //  4. A page in Busy, Clean or Kept is mapped; in Busy and Clean it is also protected. Nothing but
-//     a drop by this package unmaps a page of the guest.
+//     a drop by this package unmaps a page of the guest: the shim takes over what the VMM
+//     would drop by itself.
 //  5. CONTINUE is issued only for Template (and Kept) where the image has a page, ZEROPAGE only
 //     for Zero and for Template where it has none, both under the mutex. So a stale
 //     template page can never cover an evicted one.

@@ -81,6 +81,7 @@ func (c *counters) notePass(r EvictResult) {
 func (p *Pager) pass(ctx context.Context, w *worker, res *EvictResult) error {
 	b := &w.batch
 	b.begin()
+	p.scanBegins(b)
 	var failed error
 	next := func() bool {
 		if b.n == 0 {
@@ -143,6 +144,9 @@ type batch struct {
 
 	touches [BatchPages]Touch // of a Restore: the pages asked for, frames again
 
+	discards uint64    // Pager.discards when the scan of this pass began
+	look     discarder // scratch of skipDiscarded
+
 	full   bool  // the pool was full in this pass
 	verify error // the first encoding of this pass that failed verification
 }
@@ -195,8 +199,16 @@ func (p *Pager) protectBatch(w *worker) error {
 	if p.dead != nil {
 		return p.dead
 	}
+	seen := b.discards
 	pages := 0
 	for i := 0; i < b.n; {
+		if err := p.skipDiscarded(b, i, &seen); err != nil {
+			b.n = i
+			return errors.Join(err, p.publishBatch(w, false, &EvictResult{}))
+		}
+		if i == b.n {
+			break
+		}
 		e := p.table.load(b.frames[i])
 		if !e.mayBeEncoded() {
 			b.fates[i] = fateSkip

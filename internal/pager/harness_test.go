@@ -278,7 +278,7 @@ func (r *rig) hammer(frames int, d time.Duration, fn func(ctx context.Context) e
 // at that moment.
 type hooked struct {
 	Memory
-	beforeProtect, beforeRead, afterRead, beforeDrop func()
+	afterScan, beforeProtect, beforeRead, afterRead, beforeDrop func()
 }
 
 func (h *hooked) call(f *func()) {
@@ -286,6 +286,14 @@ func (h *hooked) call(f *func()) {
 		*f = nil
 		fn()
 	}
+}
+
+// Scan calls afterScan when it has found the first page.
+func (h *hooked) Scan(visit func(r guestmem.Run, swapped bool) bool) error {
+	return h.Memory.Scan(func(r guestmem.Run, swapped bool) bool {
+		h.call(&h.afterScan)
+		return visit(r, swapped)
+	})
 }
 
 func (h *hooked) Protect(r guestmem.Run) error {

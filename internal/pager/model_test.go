@@ -16,18 +16,50 @@ import (
 )
 
 // A model is what guest memory must contain: a plain array. The lock of a frame is held
-// over an access of the guest, so that an access and the model's change are one step.
+// over an access of the guest, so that an access and the model's change are one step. A page
+// that was reported free may have become zeros or not: other is what it contains then, with
+// the writes since. The first read decides.
 type model struct {
-	pages []units.Page
-	locks []sync.Mutex
+	pages, other []units.Page
+	locks        []sync.Mutex
 }
 
 func newModel(n int) *model {
-	m := &model{pages: make([]units.Page, n), locks: make([]sync.Mutex, n)}
+	m := &model{pages: make([]units.Page, n), other: make([]units.Page, n), locks: make([]sync.Mutex, n)}
 	for f := range m.pages {
 		m.pages[f] = *guestmemtest.Base(units.Frame(f))
+		m.other[f] = m.pages[f]
 	}
 	return m
+}
+
+// report reports frames free, of which nobody uses one meanwhile.
+func (m *model) report(r *rig, c *guestmemtest.Channel, o op) error {
+	end := min(int(o.Frame)+o.Pages, len(m.pages))
+	for f := int(o.Frame); f < end; f++ { // in ascending order, as every report
+		m.locks[f].Lock()
+		defer m.locks[f].Unlock()
+	}
+	a, err := c.Discard(o.Frame, end-int(o.Frame))
+	if err != nil || a.Bad != 0 {
+		return fmt.Errorf("report: %w, errno %d", err, a.Bad)
+	}
+	for f := int(o.Frame); f < end; f++ {
+		if m.pages[f] != m.other[f] { // undecided from an earlier report: a third content would be one too many
+			got, err := c.Read(units.Frame(f), o.Kernel)
+			if err != nil {
+				return err
+			}
+			if *got != m.pages[f] && *got != m.other[f] && *got != (units.Page{}) {
+				return fmt.Errorf("frame %d differs from the model after a report (state %v)", f, r.state(units.Frame(f)))
+			}
+			m.pages[f] = *got
+			m.other[f] = *got
+			continue
+		}
+		m.other[f] = units.Page{}
+	}
+	return nil
 }
 
 // An op is one step of one goroutine.
@@ -37,6 +69,7 @@ type op struct {
 	Seed   uint64
 	Kernel bool
 	Frames []units.Frame
+	Pages  int
 	Micros int
 }
 
@@ -57,7 +90,7 @@ func content(kind string, f units.Frame, seed uint64) *units.Page {
 }
 
 func drawOp(t *rapid.T, frames int) op {
-	kinds := append([]string{"read", "read", "read", "poke", "evict", "cancelled evict", "restore"}, contentKinds...)
+	kinds := append([]string{"read", "read", "read", "poke", "evict", "cancelled evict", "restore", "report"}, contentKinds...)
 	o := op{Kind: rapid.SampledFrom(kinds).Draw(t, "kind")}
 	switch o.Kind {
 	case "evict":
@@ -71,6 +104,9 @@ func drawOp(t *rapid.T, frames int) op {
 		o.Frame = units.Frame(rapid.IntRange(0, frames-1).Draw(t, "frame"))
 		o.Seed = uint64(rapid.IntRange(1, 1<<20).Draw(t, "seed"))
 		o.Kernel = rapid.Bool().Draw(t, "by the kernel")
+		if o.Kind == "report" {
+			o.Pages = rapid.SampledFrom([]int{1, 2, 8, 96}).Draw(t, "pages")
+		}
 	}
 	return o
 }
@@ -91,6 +127,8 @@ func (m *model) run(r *rig, c *guestmemtest.Channel, o op) error {
 	case "restore":
 		_, err := r.pager.Restore(context.Background(), mixed(o.Frames))
 		return err
+	case "report":
+		return m.report(r, c, o)
 	}
 	m.locks[o.Frame].Lock()
 	defer m.locks[o.Frame].Unlock()
@@ -101,15 +139,18 @@ func (m *model) run(r *rig, c *guestmemtest.Channel, o op) error {
 		if err != nil {
 			return err
 		}
-		if *got != *want {
+		if *got != *want && *got != m.other[o.Frame] {
 			return fmt.Errorf("frame %d differs from the model (state %v)", o.Frame, r.state(o.Frame))
 		}
+		*want, m.other[o.Frame] = *got, *got
 		return nil
 	case "poke":
 		binary.NativeEndian.PutUint64(want[o.Seed%512*8:], o.Seed)
+		binary.NativeEndian.PutUint64(m.other[o.Frame][o.Seed%512*8:], o.Seed)
 		return c.Poke(o.Frame, int(o.Seed%512*8), o.Seed)
 	}
 	*want = *content(o.Kind, o.Frame, o.Seed)
+	m.other[o.Frame] = *want
 	return c.Write(o.Frame, want, o.Kernel)
 }
 

@@ -38,8 +38,8 @@ const BatchPages = 64
 // mapped together: BenchmarkTemplateFault.
 const defaultFaultAround = 16
 
-// Memory is a guest's memory; *guestmem.Guest is the real one. Scan, Read and Drop are
-// never called concurrently with themselves.
+// Memory is a guest's memory; *guestmem.Guest is the real one. Scan, Read, Drop, Private and
+// Report are never called concurrently with themselves.
 type Memory interface {
 	Frames() int
 	PollFD() int
@@ -54,6 +54,12 @@ type Memory interface {
 	ZeroPage(r guestmem.Run) (done int, err error)
 	Wake(r guestmem.Run) error
 	Drop(runs []guestmem.Run) error
+
+	// What the guest reports free; see discard.go.
+	ReportFD() int
+	Report() (r guestmem.Run, ok bool, err error)
+	Answer() error
+	Private(r guestmem.Run, visit func(guestmem.Run)) error
 }
 
 var _ Memory = (*guestmem.Guest)(nil)
@@ -90,12 +96,13 @@ type Pager struct {
 	life   sync.RWMutex  // read-held while table and memory are in use outside mu; Close takes it
 	passes chan struct{} // one token: at most one Evict at a time
 
-	mu      sync.Mutex
-	waiting atomic.Int32 // faults that want mu; a pass makes way for them
-	table   *table       // words: stored under mu
-	kept    int          // guarded by mu; words with a ref
-	dead    error        // guarded by mu; why nothing is served any more
-	closed  bool         // guarded by life
+	mu       sync.Mutex
+	waiting  atomic.Int32 // faults that want mu; a pass makes way for them
+	table    *table       // words: stored under mu
+	kept     int          // guarded by mu; words with a ref
+	discards uint64       // guarded by mu; how often a report dropped pages
+	dead     error        // guarded by mu; why nothing is served any more
+	closed   bool         // guarded by life
 
 	soon atomic.Pointer[[]units.Frame] // ascending; pages that the next call will touch
 

@@ -37,11 +37,12 @@ type ServerOptions struct {
 	Threads int // 0: cores + 1, at least 2
 }
 
-// A Server serves the faults of all sandboxes of a host on its own operating system
-// threads. A thread serves one sandbox at a time, and one sandbox is served by one thread
+// A Server serves the faults, and the reports of free pages, of all sandboxes of a host on its
+// own operating system threads: a guest waits for either. A thread serves one sandbox at a time, and one sandbox is served by one thread
 // at a time (its pager's mutex would allow no more).
 //
 //	added --fault--> armed off, a thread serves up to 16 faults --> armed again
+//	      --report--> armed off, a thread serves it --> armed again
 //	added --Remove--> gone, once the thread that serves it is done
 //
 // Safe for concurrent use.
@@ -58,9 +59,12 @@ type Server struct {
 	failed  error              // immutable; NewServer could not set up, Run says so
 }
 
-// served is a pager in a Server.
+// served is one source of events of a pager in a Server. A pager has two, under neighbouring
+// ids, so that another thread can serve its faults during a report.
 type served struct {
-	pager *Pager
+	pager *Pager                               // immutable
+	fd    int                                  // immutable
+	serve func(*Pager, *faultWorker) (ok bool) // immutable; not ok: never armed again
 
 	mu      sync.Mutex // held while a thread serves it
 	removed bool       // guarded by mu
@@ -68,11 +72,12 @@ type served struct {
 
 // faultWorker is the scratch of a fault thread.
 type faultWorker struct {
-	codec  *cohort.Worker // loads only
-	page   units.Page
-	faults [faultsAtOnce]guestmem.Fault
-	events [faultsAtOnce]uffd.Event
-	ready  [1]unix.EpollEvent // one sandbox at a time: another thread takes the next
+	codec   *cohort.Worker // loads only
+	page    units.Page
+	faults  [faultsAtOnce]guestmem.Fault
+	events  [faultsAtOnce]uffd.Event
+	ready   [1]unix.EpollEvent // one sandbox at a time: another thread takes the next
+	discard discarder
 }
 
 // NewServer returns a server without pagers. Run starts its threads and ends it.
@@ -116,13 +121,20 @@ func (s *Server) Add(p *Pager) error {
 	case s.ids[p] != 0:
 		return fmt.Errorf("serve faults of sandbox %s: it is served already", p.name)
 	}
-	s.nextID++
-	ev := eventFor(s.nextID)
-	if err := unix.EpollCtl(s.epoll, unix.EPOLL_CTL_ADD, p.mem.PollFD(), &ev); err != nil {
-		return fmt.Errorf("serve faults of sandbox %s: %w", p.name, err)
+	id := s.nextID + 1
+	s.nextID += 2
+	sources := [2]*served{{pager: p, fd: p.mem.PollFD(), serve: serveFaults}, {pager: p, fd: p.mem.ReportFD(), serve: serveReports}}
+	for i, sv := range sources {
+		ev := eventFor(id + uint64(i))
+		if err := unix.EpollCtl(s.epoll, unix.EPOLL_CTL_ADD, sv.fd, &ev); err != nil {
+			if i > 0 {
+				_ = unix.EpollCtl(s.epoll, unix.EPOLL_CTL_DEL, sources[0].fd, nil)
+			}
+			return fmt.Errorf("serve faults of sandbox %s: %w", p.name, err)
+		}
 	}
-	s.pagers[s.nextID] = &served{pager: p}
-	s.ids[p] = s.nextID
+	s.pagers[id], s.pagers[id+1] = sources[0], sources[1]
+	s.ids[p] = id
 	return nil
 }
 
@@ -131,20 +143,28 @@ func (s *Server) Add(p *Pager) error {
 func (s *Server) Remove(p *Pager) {
 	s.mu.Lock()
 	id := s.ids[p]
-	sv := s.pagers[id]
-	delete(s.pagers, id)
-	delete(s.ids, p)
-	s.mu.Unlock()
-	if sv == nil {
+	sources := [2]*served{s.pagers[id], s.pagers[id+1]}
+	if id == 0 {
+		s.mu.Unlock()
 		return
 	}
+	delete(s.pagers, id)
+	delete(s.pagers, id+1)
+	delete(s.ids, p)
+	s.mu.Unlock()
+	for _, sv := range sources {
+		s.remove(sv)
+	}
+}
+
+func (s *Server) remove(sv *served) {
 	sv.mu.Lock()
 	defer sv.mu.Unlock()
 	sv.removed = true
 	s.mu.RLock()
 	defer s.mu.RUnlock()
 	if !s.stopped {
-		_ = unix.EpollCtl(s.epoll, unix.EPOLL_CTL_DEL, p.mem.PollFD(), nil)
+		_ = unix.EpollCtl(s.epoll, unix.EPOLL_CTL_DEL, sv.fd, nil)
 	}
 }
 
@@ -206,7 +226,7 @@ func (s *Server) thread() {
 	}
 }
 
-// serveReady serves up to faultsAtOnce faults of one pager and arms it again.
+// serveReady serves what waits at one source, at most faultsAtOnce faults, and arms it again.
 func (s *Server) serveReady(id uint64, w *faultWorker) {
 	s.mu.RLock()
 	sv := s.pagers[id]
@@ -219,12 +239,12 @@ func (s *Server) serveReady(id uint64, w *faultWorker) {
 	if sv.removed {
 		return
 	}
-	if !serveFaults(sv.pager, w) {
+	if !sv.serve(sv.pager, w) {
 		return // not armed again: nobody can serve it any more
 	}
 	ev := eventFor(id)
-	if err := unix.EpollCtl(s.epoll, unix.EPOLL_CTL_MOD, sv.pager.mem.PollFD(), &ev); err != nil {
-		sv.pager.abort(fmt.Errorf("arm userfaultfd: %w", err))
+	if err := unix.EpollCtl(s.epoll, unix.EPOLL_CTL_MOD, sv.fd, &ev); err != nil {
+		sv.pager.abort(fmt.Errorf("arm userfaultfd or report socket: %w", err))
 	}
 }
 

@@ -20,6 +20,7 @@ type counters struct {
 	zero     histogram // Zero or hole, absent
 	protect  histogram // write to a protected page
 	held     histogram // the mutex, by passes and restores
+	reports  histogram // reports of free pages: drop what is there
 	stale    atomic.Uint64
 
 	writes    atomic.Uint64 // restores for a write
@@ -29,6 +30,8 @@ type counters struct {
 
 	passes, scanned, encodedPages, zeroPages, equalPages, cleanPages, keptPages atomic.Uint64
 	mismatches, fullPasses                                                      atomic.Uint64
+
+	reported, discarded, discardedEntries atomic.Uint64
 
 	leaks    atomic.Uint64 // entries that could not be released
 	wayPages [cohort.NumWays]atomic.Uint64
@@ -56,6 +59,7 @@ type Stats struct {
 	Zero       Latency // faults on zero pages
 	Protected  Latency // writes to pages that were clean or being encoded
 	Held       Latency // how long a batch of a pass or restore held the mutex: what a fault may have to wait
+	Reports    Latency // reports of free pages: the VMM's main thread waited, and vCPUs that need a device
 
 	Stale       uint64 // events overtaken by another thread
 	WriteFaults uint64 // blocking restores for a write
@@ -73,6 +77,10 @@ type Stats struct {
 	FullPasses  uint64 // passes that met a full pool
 	Evicting    time.Duration
 
+	Reported         uint64 // pages that the guest reported free
+	Discarded        uint64 // private pages dropped because of that
+	DiscardedEntries uint64 // entries of evicted and clean pages given back because of that
+
 	Leaks uint64 // damaged entries that could not be released
 
 	Ways []WayStats // those that kept a page
@@ -85,6 +93,7 @@ func (p *Pager) Stats() Stats {
 		Faults: c.faults.Load(), Stall: time.Duration(c.stall.Load()), StallMax: time.Duration(c.stallMax.Load()),
 		Blocking: c.restore.snapshot(), Prefetched: c.prefetch.snapshot(), Template: c.template.snapshot(),
 		Zero: c.zero.snapshot(), Protected: c.protect.snapshot(), Held: c.held.snapshot(),
+		Reports: c.reports.snapshot(), Reported: c.reported.Load(), Discarded: c.discarded.Load(), DiscardedEntries: c.discardedEntries.Load(),
 		Stale: c.stale.Load(), WriteFaults: c.writes.Load(), Around: c.around.Load(),
 		Cancelled: c.cancelled.Load(), Dirtied: c.dirtied.Load(),
 		Passes: c.passes.Load(), Scanned: c.scanned.Load(), Encoded: c.encodedPages.Load(), Zeros: c.zeroPages.Load(),

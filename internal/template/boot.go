@@ -22,6 +22,8 @@ const (
 	bootLimit = 3 * time.Minute
 	// warmUpLimit bounds one warm-up command. Test suites take minutes under TCG.
 	warmUpLimit = 20 * time.Minute
+	// setUpLimit bounds a command that writes one word. Under TCG on a busy host it takes a second.
+	setUpLimit = time.Minute
 	// helloLimit is one try to reach the agent; before it runs nobody answers.
 	helloLimit = 2 * time.Second
 	// deathGrace is how long a broken link may precede the VMM's end. Reaping takes milliseconds.
@@ -116,7 +118,7 @@ func (b *build) start(ctx context.Context, im *guestmem.Image) (vmm.Machine, err
 	m, err := b.spec.Launcher.Start(ctx, vmm.Spec{
 		Mode: vmm.Boot, Hardware: b.spec.Hardware,
 		Memory: im.File(), Root: root, Disk: disk,
-		Kernel: b.outFile(kernelFile), Initrd: b.outFile(initrdFile), Cmdline: kernelCmdline,
+		Kernel: b.outFile(kernelFile), Initrd: b.outFile(initrdFile), Cmdline: b.spec.DeadPages.cmdline(),
 	})
 	if err != nil {
 		return nil, fmt.Errorf("start VMM: %w", err)
@@ -135,6 +137,9 @@ func (b *build) useGuest(ctx context.Context, m vmm.Machine) error {
 	}
 	b.manifest.Agent.Version = health.AgentVersion
 	b.report.Say("boot", "guest is up after %.1f s", time.Since(begin).Seconds())
+	if err := b.setUp(ctx, link); err != nil {
+		return err
+	}
 	for i, cmd := range b.spec.WarmUp {
 		if err := b.warmUp(ctx, link, i, cmd); err != nil {
 			return err
@@ -175,6 +180,23 @@ func (b *build) awaitAgent(ctx context.Context, link *guestlink.Client, m vmm.Ma
 			return health, fmt.Errorf("the guest agent does not answer: %s: %w", b.explainConsole(m.Console()), err)
 		}
 	}
+}
+
+// setUp does in the guest what its way with dead pages needs and no command line can say.
+func (b *build) setUp(ctx context.Context, link *guestlink.Client) error {
+	line := b.spec.DeadPages.setUp()
+	if line == "" {
+		return nil
+	}
+	var out tailBuffer
+	exit, err := link.Run(ctx, guestlink.Command{Shell: line, Cwd: "/", User: "root", Timeout: setUpLimit}, &out, &out)
+	if err == nil && exit.Code != 0 {
+		err = fmt.Errorf("%q ended with code %d: %s", line, exit.Code, out.String())
+	}
+	if err != nil {
+		return fmt.Errorf("set up reports of free pages (--dead-pages %s): %w", b.spec.DeadPages, err)
+	}
+	return nil
 }
 
 // warmUp runs command number i as the user and fails with the end of its output.

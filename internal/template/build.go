@@ -45,6 +45,8 @@ type BuildSpec struct {
 	Agent string
 	// Launcher boots the template once.
 	Launcher Launcher
+	// DeadPages says what becomes of pages the guest frees; "" means DefaultDeadPages.
+	DeadPages DeadPages
 	// Force builds even when an equal template is there.
 	Force bool
 }
@@ -56,16 +58,6 @@ const (
 	minMemory   = 128 * units.MiB
 	defaultDisk = 4 * units.GiB
 )
-
-// kernelCmdline of every template.
-//
-//	panic=-1 reboot=t     a dead guest ends at once, as a reset the VMM sees
-//	mitigations=off       one tenant per guest; under TCG they cost and protect nothing
-//	init_on_free=1        freed pages are zeros: they cost the pool nothing (design.md, section 3)
-//	random.trust_cpu=on   no waiting for entropy at boot; clones get their own later
-//	rest                  no probing of hardware a guest has not, no periodic work
-const kernelCmdline = "console=ttyS0 quiet panic=-1 reboot=t mitigations=off init_on_free=1 random.trust_cpu=on" +
-	" nowatchdog audit=0 apparmor=0 cryptomgr.notests no_timer_check i8042.noaux i8042.nokbd tsc=reliable"
 
 // buildRecipe changes when the same inputs would give another template.
 const buildRecipe = 2
@@ -97,6 +89,11 @@ func (b *BuildSpec) fill() error {
 			h.CPU = "host"
 		}
 	}
+	b.DeadPages = cmp.Or(b.DeadPages, DefaultDeadPages)
+	if err := b.DeadPages.check(); err != nil {
+		return fmt.Errorf("build template %s: %w", b.Name, err)
+	}
+	h.Reporting = b.DeadPages.reports()
 	b.Disk = cmp.Or(b.Disk, defaultDisk)
 	if b.WorkDir == "" {
 		b.WorkDir = "/" + rootfs.UserHome
@@ -221,8 +218,8 @@ func (b *build) prepare(ctx context.Context) error {
 	sum := sha256.Sum256(agent)
 	b.manifest = Manifest{
 		Format: Format, Name: b.spec.Name, Created: time.Now().UTC().Round(0), Source: src,
-		Hardware: b.spec.Hardware, Host: host,
-		Kernel: KernelFacts{Package: b.kernel.Package, Version: b.kernel.Version, Release: b.kernel.Release, Cmdline: kernelCmdline},
+		Hardware: b.spec.Hardware, DeadPages: b.spec.DeadPages, Host: host,
+		Kernel: KernelFacts{Package: b.kernel.Package, Version: b.kernel.Version, Release: b.kernel.Release, Cmdline: b.spec.DeadPages.cmdline()},
 		Agent:  AgentFacts{SHA256: hex.EncodeToString(sum[:])},
 		Env:    b.source.env, WarmUp: b.spec.WarmUp, WorkDir: b.spec.WorkDir,
 		Seconds: map[string]int{}, Files: map[string]FileSums{},

@@ -36,9 +36,12 @@ type Manifest struct {
 	Source Source `json:"source"`
 
 	Hardware vmm.Hardware `json:"hardware"`
-	Host     HostFacts    `json:"host"` // the host it was built on and, where it matters, runs on
-	Kernel   KernelFacts  `json:"kernel"`
-	Agent    AgentFacts   `json:"agent"`
+	// DeadPages: "" in templates from before it was recorded, which means DeadZero.
+	DeadPages DeadPages `json:"dead_pages,omitempty"`
+
+	Host   HostFacts   `json:"host"` // the host it was built on and, where it matters, runs on
+	Kernel KernelFacts `json:"kernel"`
+	Agent  AgentFacts  `json:"agent"`
 
 	Packages []rootfs.Package  `json:"packages,omitempty"`
 	Env      []string          `json:"env,omitempty"` // of the container image
@@ -129,6 +132,9 @@ func readManifest(dir, name string) (*Manifest, error) {
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(m); err != nil {
 		return nil, damaged(name, manifestFile, err.Error())
+	}
+	if err := m.DeadPages.Mode().check(); err != nil {
+		return nil, fmt.Errorf("template %s has the dead pages of a newer AgentZip: %w: %w", name, err, ErrFormat)
 	}
 	if m.Name != name {
 		return nil, damaged(name, manifestFile, fmt.Sprintf("is that of template %q", m.Name))

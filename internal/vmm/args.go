@@ -122,6 +122,11 @@ func (l layout) args() []string {
 	if l.hw.Network {
 		a = append(a, "-netdev", "user,id=net,restrict=off", "-device", "virtio-net-pci,netdev=net,romfile=")
 	}
+	if l.hw.Reporting {
+		// Last, so that the others are where they are without it. Page poison stays on: with
+		// it the guest says that freed pages are zeros (init_on_free), else it would not report.
+		a = append(a, "-device", "virtio-balloon-pci,id=balloon,free-page-reporting=on,page-poison=on")
+	}
 	// A clone's kernel is in its memory; QEMU would only keep a copy on its heap.
 	if l.mode == Boot && l.kernel {
 		cmdline := l.cmdline

@@ -27,6 +27,7 @@ func TestBothModesShowTheGuestTheSameHardware(t *testing.T) {
 		{Memory: 512 * units.MiB},
 		{Memory: units.GiB, VCPUs: 2, Network: true},
 		{Memory: units.GiB},
+		{Memory: units.GiB, Network: true, Reporting: true},
 		{Memory: units.GiB, Accel: KVM, CPU: "Skylake-Server"},
 	} {
 		hw, err := hw.fill()
@@ -42,6 +43,21 @@ func TestBothModesShowTheGuestTheSameHardware(t *testing.T) {
 		if slices.Contains(clone.args(), "-kernel") {
 			t.Error("a clone gets a kernel, which only fills its VMM's heap")
 		}
+	}
+}
+
+func TestReportingChangesNothingElseThatTheGuestSees(t *testing.T) {
+	hw, err := Hardware{Memory: 512 * units.MiB, Network: true}.fill()
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := layout{id: "x", hw: hw, mode: Clone, root: 900 * units.MiB, disk: true}
+	without := machineArgs(l.args())
+	l.hw.Reporting = true
+	with := machineArgs(l.args())
+	want := append(slices.Clone(without), "-device virtio-balloon-pci,id=balloon,free-page-reporting=on,page-poison=on")
+	if diff := cmp.Diff(want, with); diff != "" {
+		t.Errorf("with reporting (-want +got):\n%s", diff)
 	}
 }
 

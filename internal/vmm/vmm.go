@@ -67,6 +67,12 @@ type Hardware struct {
 	Accel   Accel       `json:"accel"`   // "" means TCG
 	CPU     string      `json:"cpu"`     // QEMU's -cpu; "" means max (TCG) or host (KVM)
 	Network bool        `json:"network"` // user-mode network to everywhere the host reaches; false: no network device at all
+
+	// Reporting gives the guest a balloon device to which it reports free pages. In a clone the
+	// shim passes the reports on; without a shim the seal of guest memory refuses them, which
+	// costs a line of the log each and nothing else. Omitted where false: templates from before
+	// it are still what they were.
+	Reporting bool `json:"free_page_reporting,omitempty"`
 }
 
 // A Spec describes one machine. The files stay the caller's: Start duplicates

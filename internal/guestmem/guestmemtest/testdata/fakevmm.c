@@ -3,6 +3,8 @@
  * preloaded into it. Usage: fakevmm MEMFD SIZE CHANNEL_FD... One thread serves each channel. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
+#include <linux/falloc.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -16,12 +18,13 @@
 #define PAGE 4096u
 #define WORDS (PAGE / 8)
 
-enum { READ = 1, WRITE, POKE, READ_KERNEL, WRITE_KERNEL, HAMMER, TOUCH };
+enum { READ = 1, WRITE, POKE, READ_KERNEL, WRITE_KERNEL, HAMMER, TOUCH, DISCARD };
 
 struct command { uint32_t op, frame; uint64_t a, b; };
 struct answer { uint64_t count, bad, frame, nanos; };
 
 static volatile unsigned char *mem;
+static int memfd;
 
 static void need(int ok, const char *what)
 {
@@ -178,6 +181,14 @@ static void *serve(void *arg)
 			clock_gettime(CLOCK_MONOTONIC, &t1);
 			r.nanos = (uint64_t)(t1.tv_sec - t0.tv_sec) * 1000000000u + (uint64_t)t1.tv_nsec - (uint64_t)t0.tv_nsec;
 			break;
+		case DISCARD: /* as QEMU's ram_block_discard_range: `a` pages */
+			clock_gettime(CLOCK_MONOTONIC, &t0);
+			if (fallocate(memfd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)c.frame * PAGE, (off_t)(c.a * PAGE)) < 0 ||
+			    madvise(page, c.a * PAGE, MADV_DONTNEED) < 0)
+				r.bad = (uint64_t)errno;
+			clock_gettime(CLOCK_MONOTONIC, &t1);
+			r.nanos = (uint64_t)(t1.tv_sec - t0.tv_sec) * 1000000000u + (uint64_t)t1.tv_nsec - (uint64_t)t0.tv_nsec;
+			break;
 		case HAMMER:
 			r = hammer(c.frame, c.a, c.b);
 			break;
@@ -191,7 +202,8 @@ int main(int argc, char **argv)
 {
 	need(argc > 3, "arguments");
 	size_t size = strtoull(argv[2], NULL, 10);
-	mem = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, atoi(argv[1]), 0);
+	memfd = atoi(argv[1]);
+	mem = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, memfd, 0);
 	need(mem != MAP_FAILED, "map guest memory");
 	if (getenv("FAKEVMM_MERGEABLE"))
 		need(madvise((void *)mem, size, MADV_MERGEABLE) == 0, "make guest memory mergeable");

@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -239,7 +240,7 @@ func TestTheReleaseOfADamagedEntryHarmsNoOtherPage(t *testing.T) {
 		bad := with[r.IntN(len(with))]
 		_, header, _ := file.parts(t, bad, viewed(t, c, bad))
 		file.flip(t, header.at+int64(bit/8), bit%8)
-		for i := len(h.pages) - 1; i >= 0; i-- {
+		for i := range slices.Backward(h.pages) {
 			if h.pages[i].ref == bad {
 				err := c.Release(bad)
 				if err != nil && !errors.Is(err, ErrDamaged) {
@@ -274,12 +275,7 @@ type fakeMember struct {
 }
 
 func (m *fakeMember) Refers(damaged func(Ref) bool) bool {
-	for _, r := range m.refs {
-		if damaged(r) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(m.refs, damaged)
 }
 
 func (m *fakeMember) Fail(err error) { m.fail <- err }

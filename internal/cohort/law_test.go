@@ -193,7 +193,7 @@ func TestEachFailureIsSaidAndKeepsNothing(t *testing.T) {
 			}
 			defer fault.Disarm(name)
 			var err error
-			if want == ErrDamaged {
+			if errors.Is(want, ErrDamaged) {
 				var dst units.Page
 				err = c.Load(w, &dst, root.Ref)
 			} else {
@@ -224,7 +224,6 @@ func TestEachFailureIsSaidAndKeepsNothing(t *testing.T) {
 func storm(t *testing.T, c *Cohort, sandboxes, steps int) {
 	t.Helper()
 	type gift struct {
-		to   int
 		page held
 	}
 	gifts := make(chan gift, 64)

@@ -1,6 +1,7 @@
 package cohort
 
 import (
+	"errors"
 	"math/rand/v2"
 	"sync/atomic"
 	"testing"
@@ -196,5 +197,50 @@ func TestPagesOfTheHotSetAreQuickerToDecodeAndNotMuchLarger(t *testing.T) {
 	}
 	if size[1] > size[0]*3/2 {
 		t.Errorf("hot pages take %d B, others %d", size[1], size[0])
+	}
+}
+
+func TestAFullPoolUsesTheRoomThatReleasedPagesLeft(t *testing.T) {
+	m := newTemplate(t)
+	c, w := m.open(t, Options{Limit: units.MiB, Without: Ways(WaySimilar)})
+	var refs []Ref
+	fill := func(seed uint64) int {
+		for n := range 20_000 {
+			st, err := c.Store(w, 1, text(seed<<32|uint64(n)), Hint{}) //nolint:gosec // G115: small
+			if errors.Is(err, ErrFull) {
+				return n
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			if st.Ref != 0 {
+				refs = append(refs, st.Ref)
+			}
+		}
+		t.Fatal("the pool was never full")
+		return 0
+	}
+	first := fill(7)
+	kept := refs[:0]
+	for i, r := range refs {
+		if i%2 == 1 {
+			kept = append(kept, r)
+		} else if err := c.Release(r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	refs = kept
+	// Each time that the pool is full a little room is made, as for each pass.
+	again := 0
+	for pass := range uint64(8) {
+		again += fill(8 + pass)
+	}
+	if again < first*2/5 {
+		t.Errorf("%d pages filled the pool; after half of them were released it took only %d more", first, again)
+	}
+	for _, r := range refs {
+		if err := c.Release(r); err != nil {
+			t.Fatal(err)
+		}
 	}
 }

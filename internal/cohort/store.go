@@ -1,8 +1,10 @@
 package cohort
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/agentzip/agentzip/internal/codec"
 	"github.com/agentzip/agentzip/internal/fault"
@@ -97,7 +99,7 @@ func (c *Cohort) encode(w *Worker, reader *pool.Reader, f units.Frame, page *uni
 		}
 	}
 	enc.Sum = sum
-	h, err = c.pool.Put(sealed(enc))
+	h, err = c.put(sealed(enc))
 	if err != nil {
 		if id := enc.Dict(); id != 0 {
 			c.dict.Release(id)
@@ -106,6 +108,29 @@ func (c *Cohort) encode(w *Worker, reader *pool.Reader, f units.Frame, page *uni
 		return enc, 0, features, false, fmt.Errorf("store page of frame %d: %w", f, err)
 	}
 	return enc, h, features, canBase, nil
+}
+
+// What a pass that meets a full pool spends on room that released entries left: at most so
+// many bytes are moved, 1 ms of one core, and so long is waited for readers. Tenfold, a call
+// that comes meanwhile would wait for it.
+const (
+	fullBudget = units.MiB / 2
+	fullWait   = 5 * time.Millisecond
+)
+
+// put is pool.Put; if the pool is full, entries are moved together once and it is tried again.
+// Preconditions: the caller's reader is not pinned.
+func (c *Cohort) put(enc codec.Encoded) (pool.Handle, error) {
+	h, err := c.pool.Put(enc)
+	if !errors.Is(err, ErrFull) {
+		return h, err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), fullWait)
+	defer cancel()
+	if _, freed := c.pool.Compact(ctx, fullBudget); freed == 0 {
+		return 0, err
+	}
+	return c.pool.Put(enc)
 }
 
 // Probe returns how Store would encode a page now, with some more ways turned off, and the

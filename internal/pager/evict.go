@@ -186,7 +186,7 @@ func (p *Pager) evictBatch(ctx context.Context, w *worker, res *EvictResult) err
 			break
 		}
 		if p.table.load(b.frames[i]) == entryBusy { // else cancelled: no use encoding it
-			p.encode(w, i)
+			p.encode(w, i) //nolint:contextcheck // a store waits 5 ms at most
 		}
 	}
 	return w.locked(p, func() error { return p.publishBatch(w, ctx.Err() == nil, res) })

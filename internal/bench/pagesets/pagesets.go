@@ -224,7 +224,7 @@ func (r *replay) gap(ctx context.Context, g capture.Gap) error {
 		if i%1024 == 0 && ctx.Err() != nil {
 			return ctx.Err()
 		}
-		k, err := r.keep(b, c.Frame)
+		k, err := r.keep(b, c.Frame) //nolint:contextcheck // a store waits 5 ms at most
 		if err != nil {
 			return err
 		}

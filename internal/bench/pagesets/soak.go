@@ -195,7 +195,7 @@ func (k *soak) run(ctx context.Context, r *rand.Rand) error {
 			k.rounds.Add(1) // nothing to keep, nothing to lose
 			continue
 		}
-		st, err := k.cohort.Store(w, f, &h.page, cohort.Hint{Soon: r.IntN(4) == 0})
+		st, err := k.cohort.Store(w, f, &h.page, cohort.Hint{Soon: r.IntN(4) == 0}) //nolint:contextcheck // waits 5 ms at most
 		if err != nil {
 			return err
 		}

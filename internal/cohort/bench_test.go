@@ -51,12 +51,7 @@ func benchCases() []benchCase {
 		}},
 		{name: "zstd", way: WayZstd, o: Options{Without: Ways(WaySimilar)}, make: none(text)},
 		{name: "zstd-dict", way: WayDict, o: Options{Without: Ways(WaySimilar), Dictionary: trainable()}, make: func(h *holder) (units.Frame, []*units.Page) {
-			for n := range uint64(600) {
-				h.store(5, text(1000+n), Hint{})
-			}
-			if err := h.c.Train(h.t.(testing.TB).Context()); err != nil {
-				h.t.Fatal(err)
-			}
+			trainOnTexts(h)
 			return 5, pagesOf(text)
 		}},
 		{name: "noise", way: 0, make: none(func(n uint64) *units.Page { return words(n, 8) })},

@@ -234,7 +234,8 @@ func (c *Cohort) Ref(r Ref) error {
 }
 
 // Release gives a reference back. A *Damage means that the entry cannot be freed: what it
-// occupies, or what it refers to, is lost until Close.
+// occupies is lost until Close. Another ErrDamaged means that it is freed, and what it
+// referred to is lost: there is no damaged page any more, and its Ref may be another's already.
 func (c *Cohort) Release(r Ref) error {
 	for range 2 { // the entry, then its base
 		if r.Public() || r == 0 {
@@ -251,17 +252,20 @@ func (c *Cohort) Release(r Ref) error {
 			c.plain.Add(-1)
 		}
 		if was, err = unsealed(was); err != nil {
-			return &Damage{r, err}
+			return fmt.Errorf("release pool entry %d: %w", uint32(r), err)
 		}
 		if id := was.Dict(); id != 0 {
-			return wrap(r, c.releaseDictionary(id))
+			if err := c.releaseDictionary(id); err != nil {
+				return fmt.Errorf("release pool entry %d: %w", uint32(r), err)
+			}
+			return nil
 		}
 		if !was.Kind.HasBase() {
 			return nil
 		}
 		r = Ref(was.Operand)
 	}
-	return &Damage{r, errChain}
+	return fmt.Errorf("release pool entry %d: %w", uint32(r), errChain)
 }
 
 // releaseDictionary gives back what an entry held. The entry's hold keeps its dictionary alive,
@@ -274,7 +278,7 @@ func (c *Cohort) releaseDictionary(id codec.DictID) error {
 	return nil
 }
 
-var errChain = errors.New("the base of a page has a base itself")
+var errChain = fmt.Errorf("the base of a page has a base itself: %w", ErrDamaged)
 
 func wrap(r Ref, err error) error {
 	if err == nil {

@@ -116,6 +116,18 @@ func trainable() dictionary.Options {
 	return dictionary.Options{DictSize: 8 << 10, Samples: 1, AtStake: func() units.Bytes { return units.GiB }}
 }
 
+// trainOnTexts gives the cohort a dictionary: what the samples are is a matter of luck, but
+// of texts any will do. The texts stay, as blocks without it.
+func trainOnTexts(h *holder) {
+	h.t.Helper()
+	for n := range uint64(600) {
+		h.store(5, text(1_000_000+n), Hint{})
+	}
+	if err := h.c.Train(context.Background()); err != nil {
+		h.t.Fatal(err)
+	}
+}
+
 // Content. All of it follows from its arguments.
 
 func words(seed, kind uint64) *units.Page {

@@ -60,6 +60,7 @@ func (s *shelf) found() (part, strangers float64) {
 }
 
 func TestTheIndexFindsNearlyAllAndLooksAtFewOthers(t *testing.T) {
+	const entries = 60_000 / slow
 	r, p := rand.New(rand.NewPCG(1, 1)), text(1)
 	for name, sum := range map[string]func(i int) uint32{
 		"any sums":         func(int) uint32 { return r.Uint32() },
@@ -71,18 +72,18 @@ func TestTheIndexFindsNearlyAllAndLooksAtFewOthers(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := newShelf()
-			for i := range 60_000 {
+			for i := range entries {
 				s.add(pool.Handle(i+1), sum(i))
 			}
 			part, strangers := s.found()
-			t.Logf("%.2f %% found, %.2f strangers a lookup, %.1f B an entry", part*100, strangers, float64(s.x.size())/60_000)
+			t.Logf("%.2f %% found, %.2f strangers a lookup, %.1f B an entry", part*100, strangers, float64(s.x.size())/entries)
 			if part < 0.99 {
 				t.Errorf("%.2f %% of the entries are found, want 99 %%", part*100)
 			}
 			if strangers > 1 { // of 2 x 6 slots one in 16, if all are looked at
 				t.Errorf("%.2f other entries are looked at for one, the tag should leave 0.75", strangers)
 			}
-			if perEntry := float64(s.x.size()) / 60_000; perEntry > 8.1 {
+			if perEntry := float64(s.x.size()) / entries; perEntry > 8.1 {
 				t.Errorf("%.1f B an entry, want at most 8", perEntry)
 			}
 		})
@@ -91,7 +92,7 @@ func TestTheIndexFindsNearlyAllAndLooksAtFewOthers(t *testing.T) {
 
 func TestTheIndexFindsNearlyAllOfACohortWhosePagesComeAndGo(t *testing.T) {
 	s, r := newShelf(), rand.New(rand.NewPCG(2, 2))
-	const n = 20_000
+	const n = 29_000 / slow // nearly as many as the table may hold
 	for h := pool.Handle(1); h <= n; h++ {
 		s.add(h, r.Uint32())
 	}
@@ -101,8 +102,10 @@ func TestTheIndexFindsNearlyAllOfACohortWhosePagesComeAndGo(t *testing.T) {
 		delete(s.sums, h)
 		s.add(h, r.Uint32())
 	}
-	if part, _ := s.found(); part < 0.97 {
-		t.Errorf("%.1f %% of the entries are found after ten lives, want 97 %%", part*100)
+	part, _ := s.found()
+	t.Logf("%.1f %% found in a table that is %.0f %% full", part*100, 100*n*slotBytes/float64(size))
+	if part < 0.94 {
+		t.Errorf("%.1f %% of the entries are found after ten lives, want 94 %%", part*100)
 	}
 	if s.x.size() != size {
 		t.Errorf("the index grew from %v to %v, the cohort did not", size, s.x.size())
@@ -162,7 +165,7 @@ func TestTheSimilarityIndexGrowsWithWhatIsThereNotWithWhatWas(t *testing.T) {
 	x.init()
 	r := rand.New(rand.NewPCG(5, 5))
 	const alive = 2000
-	for i := range int64(200_000) {
+	for i := range int64(200_000 / slow) {
 		x.insert(sketch.Features{r.Uint32(), r.Uint32()}, pool.Handle(1+i%alive))
 		x.grow(min(i+1, alive), i+1)
 	}

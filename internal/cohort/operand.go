@@ -1,7 +1,7 @@
 package cohort
 
 import (
-	"errors"
+	"fmt"
 	"math/bits"
 
 	"github.com/agentzip/agentzip/internal/codec"
@@ -19,7 +19,7 @@ const operandCheck = 1 << 31
 
 const _ = uint(31 - RefBits) // a Ref leaves the bit free
 
-var errOperand = errors.New("operand fails its check")
+var errOperand = fmt.Errorf("operand fails its check: %w", ErrDamaged)
 
 // sealed returns enc as it is put into the pool.
 func sealed(enc codec.Encoded) codec.Encoded {

@@ -17,7 +17,7 @@ type similar struct {
 	room  int64                           // pages for which the table is large enough; under Cohort.growing
 }
 
-// Sizes: 16-32 bytes a page that is there and filed, which is every third page in the pool.
+// Sizes: 16-32 bytes a page that is there and filed: a third of the entries on captured gaps.
 const (
 	ways = 4
 

@@ -217,7 +217,8 @@ func checkUsage(t *rapid.T, r *rig, m *model) {
 		return true
 	})
 	s := r.cohort.Stats().Pool
-	if u.Kept != handles || int64(u.Kept) < s.Entries {
+	// Fewer are shared than kept, but a base may outlive its page and stay for another: at most one for each.
+	if u.Kept != handles || 2*int64(u.Kept) < s.Entries {
 		t.Fatalf("usage %+v, but the table has %d handles and the pool %+v", u, handles, s)
 	}
 	if got := int(u.Resident / units.PageSize); got != kept || u.Swapped != 0 {

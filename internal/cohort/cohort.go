@@ -190,9 +190,6 @@ func New(o Options) (*Cohort, error) {
 	return c, nil
 }
 
-// Isolation returns what the siblings share.
-func (c *Cohort) Isolation() Isolation { return c.isolation }
-
 // Library returns the public pages.
 func (c *Cohort) Library() *library.Library { return c.library }
 

@@ -28,9 +28,6 @@ func (c *Cohort) Stats() Stats {
 	return s
 }
 
-// Footprint is Stats().Footprint.
-func (c *Cohort) Footprint() units.Bytes { return c.Stats().Footprint }
-
 // notePut keeps the shares of what was put into the pool.
 func (c *Cohort) notePut(enc codec.Encoded) {
 	c.putBytes.Add(int64(len(enc.Data)))

@@ -83,19 +83,20 @@ func (s *Sandbox) callStarts() error {
 	return nil
 }
 
-// callEnds tells the rhythm, and the predictor what the call was seen touching.
+// callEnds tells the rhythm, the predictor what the call was seen touching, and the pager
+// what the next one will.
 func (s *Sandbox) callEnds() {
-	var touched []pager.Touch
-	if s.pager != nil {
-		touched = s.pager.DrainTouched(nil) // waits for faults and batches: not under mu
+	if s.pager != nil { // it waits for faults and batches, and sorts: not under mu
+		touched := s.pager.DrainTouched(nil)
+		s.mu.Lock()
+		s.recent.Observe(touched)
+		soon := s.recent.Predict(nil)
+		s.mu.Unlock()
+		s.pager.Expect(soon)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.rhythm.CallEnds(time.Now())
-	s.recent.Observe(touched)
-	if s.pager != nil {
-		s.pager.Expect(s.recent.Predict(nil))
-	}
 	select {
 	case s.wake <- struct{}{}:
 	default:

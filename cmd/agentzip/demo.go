@@ -14,7 +14,6 @@ import (
 	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/daemon"
 	"github.com/agentzip/agentzip/internal/report"
-	"github.com/agentzip/agentzip/internal/traj"
 )
 
 // defaultGapScale stretches thinking times a little: emulation makes a call 10-20
@@ -158,20 +157,6 @@ func (f *demoFlags) run(cmd *cobra.Command) (err error) {
 	}
 	f.describe(&rep.Plan)
 	return errors.Join(err, f.write(cmd, rep))
-}
-
-// describe adds to the plan what only the flags know.
-func (f *demoFlags) describe(p *report.Plan) {
-	p.Source, p.Seed, p.ThinkSource = f.source(), f.seed, "of the built-in scenario, after recorded agents"
-	if f.trajectories == "" {
-		return
-	}
-	p.ThinkSource = "as recorded"
-	for _, t := range p.Trajectories {
-		if t.Drawn > 0 {
-			p.ThinkSource = "where not recorded " + traj.ThinkSource
-		}
-	}
 }
 
 // nativeReplay times the commands in a child of this program.

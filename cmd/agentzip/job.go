@@ -104,6 +104,20 @@ func (f *jobFlags) source() string {
 	return f.trajectories
 }
 
+// describe adds to the plan what only the flags know.
+func (f *jobFlags) describe(p *report.Plan) {
+	p.Source, p.Seed, p.ThinkSource = f.source(), f.seed, "of the built-in scenario, after recorded agents"
+	if f.trajectories == "" {
+		return
+	}
+	p.ThinkSource = "as recorded"
+	for _, t := range p.Trajectories {
+		if t.Drawn > 0 {
+			p.ThinkSource = "where not recorded " + traj.ThinkSource
+		}
+	}
+}
+
 func (f *jobFlags) display(ctx context.Context, w io.Writer) report.Display {
 	if f.plain || !isTerminal(w) {
 		return report.NewPlain(w)

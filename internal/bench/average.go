@@ -1,11 +1,8 @@
 package bench
 
 import (
-	"math"
 	"slices"
 	"time"
-
-	"github.com/agentzip/agentzip/internal/report"
 )
 
 // A point is a value at a moment, as an offset from the run's start.
@@ -53,19 +50,4 @@ func valueAt(points []point, t time.Duration) float64 {
 	}
 	a, b := points[i-1], points[i]
 	return a.v + (b.v-a.v)*float64(t-a.at)/float64(b.at-a.at)
-}
-
-// quantiles summarises durations by nearest rank: the p-quantile of n values is
-// the ceil(p*n)-th smallest. It sorts d.
-func quantiles(d []time.Duration) report.Quantiles {
-	if len(d) == 0 {
-		return report.Quantiles{}
-	}
-	slices.Sort(d)
-	at := func(p float64) time.Duration { return d[max(0, int(math.Ceil(p*float64(len(d))))-1)] }
-	q := report.Quantiles{Count: uint64(len(d)), P50: at(0.50), P95: at(0.95), P99: at(0.99), Max: d[len(d)-1]}
-	for _, x := range d {
-		q.Total += x
-	}
-	return q
 }

@@ -5,10 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"pgregory.net/rapid"
-
-	"github.com/agentzip/agentzip/internal/report"
 )
 
 func sec(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
@@ -67,26 +64,4 @@ func TestTimeAverageLiesBetweenTheExtremesAndAddsUp(t *testing.T) {
 			t.Fatalf("parts integrate to %g, the whole to %g", sum, all*(to-from).Seconds())
 		}
 	})
-}
-
-func TestQuantilesAreNearestRank(t *testing.T) {
-	t.Parallel()
-	var d []time.Duration
-	for i := 100; i >= 1; i-- {
-		d = append(d, time.Duration(i))
-	}
-	for _, c := range []struct {
-		name string
-		d    []time.Duration
-		want report.Quantiles
-	}{
-		{"a hundred values", d, report.Quantiles{Count: 100, Total: 5050, P50: 50, P95: 95, P99: 99, Max: 100}},
-		{"three values", []time.Duration{3, 1, 2}, report.Quantiles{Count: 3, Total: 6, P50: 2, P95: 3, P99: 3, Max: 3}},
-		{"one value", []time.Duration{9}, report.Quantiles{Count: 1, Total: 9, P50: 9, P95: 9, P99: 9, Max: 9}},
-		{"none", nil, report.Quantiles{}},
-	} {
-		if diff := cmp.Diff(c.want, quantiles(c.d)); diff != "" {
-			t.Errorf("%s (-want +got):\n%s", c.name, diff)
-		}
-	}
 }

@@ -18,6 +18,7 @@ type Config struct {
 	GapScale     float64       // think times are multiplied by it; 0 leaves no gaps
 	MaxGap       time.Duration // think times are cut at it, before scaling; 0 = not
 	First        Mode          // the mode of the first run
+	Alone        bool          // only runs in the mode First: nothing is compared, and no ratio known
 	Repeat       int           // pairs of runs; every other pair runs in the other order. 0 = 1
 	SampleEvery  time.Duration // 0 = 200 ms
 	CallTimeout  time.Duration // for calls that name none; 0 = 5 minutes
@@ -107,6 +108,10 @@ func (c *Config) modes() []Mode {
 		a := c.First
 		if i%2 == 1 {
 			a = other(a)
+		}
+		if c.Alone {
+			out = append(out, c.First)
+			continue
 		}
 		out = append(out, a, other(a))
 	}

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/agentzip/agentzip/internal/report"
 	"github.com/agentzip/agentzip/internal/traj"
 	"github.com/agentzip/agentzip/internal/units"
 )
@@ -77,7 +78,10 @@ func (f *fakeFleet) Usage() (FleetUsage, error) {
 func (f *fakeFleet) Counters() Counters {
 	c := Counters{IntegrityFailures: f.integrity}
 	if f.mode == On {
-		c.Blocking = Latency{Count: 10, P50: 48 * time.Microsecond, P99: 310 * time.Microsecond}
+		c.Latencies = map[string]report.Histogram{report.KindEvicted: {
+			Total: 750 * time.Microsecond, Max: 310 * time.Microsecond,
+			Buckets: []report.Bucket{{LE: 48 * time.Microsecond, Count: 9}, {LE: 320 * time.Microsecond, Count: 1}},
+		}}
 		c.Encoders = map[string]EncoderUse{"delta": {Pages: 3, Bytes: 900}}
 		c.Faults = map[string]uint64{"minor": 7}
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"github.com/agentzip/agentzip/internal/report"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
@@ -78,7 +79,20 @@ type CallResult struct {
 	Duration       time.Duration // as the host saw it, dispatch to exit
 	Stall          time.Duration // time in which at least one fault blocked the guest during the call
 	Faults         uint64        // faults served during the call
+
+	Kinds    map[string]FaultCost // of them by kind, without the stale ones; nil without compression
+	Ahead    uint64               // pages restored ahead meanwhile
+	Progress []StallAt            // how the stall grew, in order; empty where nobody looked
 }
+
+// FaultCost is how many faults of a kind there were and how long the guest waited for them.
+type FaultCost struct {
+	Count uint64
+	Stall time.Duration
+}
+
+// StallAt is the stall of a call at a time after its dispatch.
+type StallAt struct{ After, Stall time.Duration }
 
 // FleetUsage is what all sandboxes of a fleet cost at one moment.
 type FleetUsage struct {
@@ -147,13 +161,6 @@ type BoxState struct {
 	Cause string // "" unless Dead
 }
 
-// A Latency summarises one distribution of durations.
-type Latency struct {
-	Count              uint64
-	Total              time.Duration
-	P50, P95, P99, Max time.Duration
-}
-
 // EncoderUse is what one encoder did.
 type EncoderUse struct {
 	Pages uint64      // pages it won
@@ -162,15 +169,15 @@ type EncoderUse struct {
 
 // Counters is what happened in a fleet since it was made.
 type Counters struct {
-	Faults            map[string]uint64     // by kind, as the pager names them
-	Blocking          Latency               // restores a fault waited for, from fault read to install
-	Prefetched        Latency               // restores ahead of use
-	Encoders          map[string]EncoderUse // by encoder; "zero" and "template" count pages dropped without one
-	Evicted           uint64                // pages dropped
-	CleanDrops        uint64                // of them without encoding, because their entry was still valid
-	Incompressible    uint64                // pages left resident because they do not shrink
-	Cancelled         uint64                // pages whose eviction a write cancelled
-	CancelledPasses   uint64                // passes a call cut short
-	PoolFull          uint64                // times the pool refused a page
-	IntegrityFailures []string              // one line each: sandbox, page, encoder
+	Faults            map[string]uint64           // by kind, as the pager names them
+	Latencies         map[string]report.Histogram // by report.KindEvicted, ...; from fault read to install
+	Prefetchers       []report.Prefetcher         // what restored ahead; nil where that is not known
+	Encoders          map[string]EncoderUse       // by encoder; "zero" and "template" count pages dropped without one
+	Evicted           uint64                      // pages dropped
+	CleanDrops        uint64                      // of them without encoding, because their entry was still valid
+	Incompressible    uint64                      // pages left resident because they do not shrink
+	Cancelled         uint64                      // pages whose eviction a write cancelled
+	CancelledPasses   uint64                      // passes a call cut short
+	PoolFull          uint64                      // times the pool refused a page
+	IntegrityFailures []string                    // one line each: sandbox, page, encoder
 }

@@ -21,7 +21,7 @@ type NativeResult struct {
 	Notes     []string
 }
 
-// Measure runs everything in pairs and returns the report. With ErrIntegrity
+// Measure runs everything in pairs (with Config.Alone in one mode only) and returns the report. With ErrIntegrity
 // there is a report too; with any other error there is none. When it returns,
 // all fleets are closed.
 //
@@ -52,13 +52,15 @@ func Measure(ctx context.Context, cfg Config) (*report.Report, error) {
 		if err != nil {
 			return nil, err
 		}
-		if mode == Off {
+		if mode == Off || cfg.Alone {
 			for _, l := range r.lanes {
 				if err := l.look().err; err != nil {
-					return nil, fmt.Errorf("baseline without compression: sandbox %s: %w", l.plan.Name, err)
+					return nil, fmt.Errorf("run with compression %s: sandbox %s: %w", mode, l.plan.Name, err)
 				}
 			}
-			baseline = r
+			if mode == Off {
+				baseline = r
+			}
 		}
 		runs = append(runs, r)
 	}

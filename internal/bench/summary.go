@@ -2,6 +2,7 @@ package bench
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/agentzip/agentzip/internal/report"
@@ -12,9 +13,9 @@ import (
 func summarise(cfg *Config, runs []*run, native NativeResult) *report.Report {
 	rep := &report.Report{Schema: report.Schema, Plan: planOf(cfg), Notes: append([]string{}, native.Notes...)}
 	rep.Differences, rep.IntegrityFailures, rep.NotCompared = []report.Difference{}, []string{}, []string{}
-	first := firstOf(runs, Off)
+	first := firstOf(runs, Off) // nil if only compression was asked for: nothing to compare with
 	for _, r := range runs {
-		if r != first {
+		if first != nil && r != first {
 			d, n := compare(first, r)
 			rep.Differences = append(rep.Differences, d...)
 			rep.NotCompared = append(rep.NotCompared, n...)
@@ -31,6 +32,7 @@ func summarise(cfg *Config, runs []*run, native NativeResult) *report.Report {
 	rep.Summary = total(runs, native)
 	rep.Summary.Intact = len(rep.Differences) == 0 && len(rep.IntegrityFailures) == 0
 	rep.Activity = activity(runs)
+	rep.Latencies, rep.Prefetchers = latenciesOf(runs), prefetchersOf(runs)
 	return rep
 }
 
@@ -44,7 +46,10 @@ func firstOf(runs []*run, mode Mode) *run {
 }
 
 func planOf(cfg *Config) report.Plan {
-	p := report.Plan{GapScale: cfg.GapScale, MaxGapS: cfg.MaxGap.Seconds(), Repeat: cfg.Repeat, Order: cfg.First.String() + "," + other(cfg.First).String()}
+	p := report.Plan{GapScale: cfg.GapScale, MaxGapS: cfg.MaxGap.Seconds(), Repeat: cfg.Repeat, Order: cfg.First.String()}
+	if !cfg.Alone {
+		p.Order += "," + other(cfg.First).String()
+	}
 	for _, sb := range cfg.Sandboxes {
 		t := report.Trajectory{
 			Sandbox: sb.Name, ID: sb.Trajectory.ID, Task: sb.Trajectory.Task,
@@ -96,8 +101,15 @@ func nativeOf(r NativeResult, lane, call int) time.Duration {
 	return r.Durations[lane][call]
 }
 
-// pairs calls f with each pair of runs.
+// pairs calls f with each pair of runs; where all runs are of one mode, with each run as
+// both sides of a pair.
 func pairs(runs []*run, f func(off, on *run)) {
+	if !compared(runs) {
+		for _, r := range runs {
+			f(r, r)
+		}
+		return
+	}
 	for k := 0; k+1 < len(runs); k += 2 {
 		a, b := runs[k], runs[k+1]
 		if a.mode == On {
@@ -106,6 +118,9 @@ func pairs(runs []*run, f func(off, on *run)) {
 		f(a, b)
 	}
 }
+
+// compared reports whether there are runs of both modes.
+func compared(runs []*run) bool { return firstOf(runs, Off) != nil && firstOf(runs, On) != nil }
 
 func ratio(a, b time.Duration) float64 {
 	if a <= 0 || b <= 0 {
@@ -127,9 +142,11 @@ func sandboxRow(runs []*run, i int) report.Sandbox {
 	pairs(runs, func(off, on *run) { p.add(off, on, i, NativeResult{}) })
 	row.PrivateOff = meanOver(runs, Off, func(r *run) (float64, bool) { return laneAverage(r, i) })
 	row.PrivateOn = meanOver(runs, On, func(r *run) (float64, bool) { return laneAverage(r, i) })
-	row.Saved, _ = saved(row.PrivateOff, row.PrivateOn)
-	row.LatencyRatio = ratio(p.on, p.off)
-	row.Stall = quantiles(p.stalls)
+	if compared(runs) {
+		row.Saved, _ = saved(row.PrivateOff, row.PrivateOn)
+		row.LatencyRatio = ratio(p.on, p.off)
+	}
+	row.Stall = report.QuantilesOf(p.stalls)
 	row.HeapOn = meanOver(runs, On, func(r *run) (float64, bool) {
 		from, to, _ := r.lanes[i].window()
 		var pts []point
@@ -181,7 +198,9 @@ func total(runs []*run, native NativeResult) report.Summary {
 	}
 	s.PrivateOff = meanOver(runs, Off, fleetAverage(FleetUsage.Private))
 	s.PrivateOn = meanOver(runs, On, fleetAverage(FleetUsage.Private))
-	s.Saved, s.SavedKnown = saved(s.PrivateOff, s.PrivateOn)
+	if compared(runs) {
+		s.Saved, s.SavedKnown = saved(s.PrivateOff, s.PrivateOn)
+	}
 	heap := fleetAverage(func(u FleetUsage) units.Bytes { return u.VMMHeap })
 	s.VMMHeapOff, s.VMMHeapOn = meanOver(runs, Off, heap), meanOver(runs, On, heap)
 	var p pairing
@@ -190,42 +209,49 @@ func total(runs []*run, native NativeResult) report.Summary {
 			p.add(off, on, i, native)
 		}
 	})
-	s.LatencyRatio = ratio(p.on, p.off)
-	s.Stall = quantiles(p.stalls)
+	if compared(runs) {
+		s.LatencyRatio = ratio(p.on, p.off)
+	}
+	s.Stall = report.QuantilesOf(p.stalls)
 	s.NativeRatio = ratio(p.native+p.stalled, p.native)
 	s.NativeCalls = len(p.nativeEach)
-	s.NativeP50MS = float64(quantiles(p.nativeEach).P50) / float64(time.Millisecond)
+	s.NativeP50MS = float64(report.QuantilesOf(p.nativeEach).P50) / float64(time.Millisecond)
 	if s.NativeRatio == 0 {
 		s.NativeMissing = native.Missing
 	}
-	var blocking, prefetched []Latency
-	for _, r := range runs {
-		if r.mode == On {
-			blocking, prefetched = append(blocking, r.counters.Blocking), append(prefetched, r.counters.Prefetched)
-		}
-	}
-	s.Blocking, s.Prefetched = merge(blocking), merge(prefetched)
+	latencies := latenciesOf(runs)
+	s.Blocking, s.Prefetched = latencies[report.KindEvicted].Quantiles(), latencies[report.KindPrefetched].Quantiles()
 	return s
 }
 
-// merge joins the distributions of several runs. Exact quantiles of a union
-// cannot be had from quantiles of its parts: each is weighted by its count, and
-// with one run, the usual case, nothing changes.
-func merge(ls []Latency) report.Quantiles {
-	var q report.Quantiles
-	var p50, p95, p99 float64
-	for _, l := range ls {
-		q.Count += l.Count
-		q.Total += l.Total
-		q.Max = max(q.Max, l.Max)
-		w := float64(l.Count)
-		p50, p95, p99 = p50+w*float64(l.P50), p95+w*float64(l.P95), p99+w*float64(l.P99)
+// latenciesOf merges the distributions of the runs with compression.
+func latenciesOf(runs []*run) map[string]report.Histogram {
+	all := map[string]report.Histogram{}
+	for _, r := range runs {
+		if r.mode == On {
+			report.MergeAll(all, r.counters.Latencies)
+		}
 	}
-	if q.Count > 0 {
-		n := float64(q.Count)
-		q.P50, q.P95, q.P99 = time.Duration(p50/n), time.Duration(p95/n), time.Duration(p99/n)
+	return all
+}
+
+// prefetchersOf adds up what the sources of guesses did in the runs with compression. The
+// share of the budget is that of the last run.
+func prefetchersOf(runs []*run) []report.Prefetcher {
+	var all []report.Prefetcher
+	for _, r := range runs {
+		for _, p := range r.counters.Prefetchers {
+			i := slices.IndexFunc(all, func(x report.Prefetcher) bool { return x.Name == p.Name })
+			if i < 0 {
+				all = append(all, p)
+				continue
+			}
+			x := &all[i]
+			x.Restored, x.HeldOut, x.Missed, x.Faults = x.Restored+p.Restored, x.HeldOut+p.HeldOut, x.Missed+p.Missed, x.Faults+p.Faults
+			x.Share = p.Share
+		}
 	}
-	return q
+	return all
 }
 
 func activity(runs []*run) report.Activity {
@@ -255,18 +281,41 @@ func activity(runs []*run) report.Activity {
 func recordRun(r *run, native NativeResult) report.Run {
 	from, to, _ := r.window()
 	out := report.Run{Mode: r.mode.String(), StartupS: r.startup.Seconds(), WallS: r.wall.Seconds(), FromS: from.Seconds(), ToS: to.Seconds()}
-	ms := func(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 	for i, l := range r.lanes {
 		for n, c := range l.calls {
 			out.Calls = append(out.Calls, report.Call{
 				Sandbox: l.plan.Name, N: n + 1, StartS: c.start.Seconds(), MS: ms(c.res.Duration), StallMS: ms(c.res.Stall),
 				NativeMS: ms(nativeOf(native, i, n)), Faults: c.res.Faults, Exit: c.res.Exit, Signal: c.res.Signal, TimedOut: c.res.TimedOut,
-				OutBytes: len(c.res.Stdout) + len(c.res.Stderr),
+				OutBytes: len(c.res.Stdout) + len(c.res.Stderr), Ahead: c.res.Ahead,
+				Class: string(l.plan.Trajectory.Steps[n].Kind), Kinds: kindsOf(c.res.Kinds), Progress: progressOf(c.res.Progress),
 			})
 		}
 	}
 	for k := range r.samples {
 		out.Samples = append(out.Samples, r.samples[k].record())
+	}
+	return out
+}
+
+func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
+
+func kindsOf(kinds map[string]FaultCost) map[string]report.FaultCost {
+	var out map[string]report.FaultCost
+	for k, c := range kinds {
+		if c.Count == 0 {
+			continue
+		}
+		if out == nil {
+			out = map[string]report.FaultCost{}
+		}
+		out[k] = report.FaultCost{Count: c.Count, MS: ms(c.Stall)}
+	}
+	return out
+}
+
+func progressOf(points []StallAt) (out []report.StallAt) {
+	for _, p := range points {
+		out = append(out, report.StallAt{MS: ms(p.After), StallMS: ms(p.Stall)})
 	}
 	return out
 }

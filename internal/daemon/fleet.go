@@ -11,6 +11,7 @@ import (
 	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestlink"
 	"github.com/agentzip/agentzip/internal/pager"
+	"github.com/agentzip/agentzip/internal/report"
 	"github.com/agentzip/agentzip/internal/sandbox"
 	"github.com/agentzip/agentzip/internal/units"
 )
@@ -114,8 +115,7 @@ func (f *fleet) Usage() (bench.FleetUsage, error) {
 
 // Counters merges the pagers' counters.
 func (f *fleet) Counters() bench.Counters {
-	c := bench.Counters{Faults: map[string]uint64{}, Encoders: map[string]bench.EncoderUse{}}
-	var blocking, ahead pager.Latency
+	c := bench.Counters{Faults: map[string]uint64{}, Encoders: map[string]bench.EncoderUse{}, Latencies: map[string]report.Histogram{}}
 	for _, b := range f.all() {
 		if err := b.Cause(); errors.Is(err, pager.ErrFatal) {
 			c.IntegrityFailures = append(c.IntegrityFailures, err.Error())
@@ -124,8 +124,7 @@ func (f *fleet) Counters() bench.Counters {
 		if !on {
 			continue
 		}
-		blocking.Merge(st.Blocking)
-		ahead.Merge(st.Prefetched)
+		addLatencies(c.Latencies, st)
 		addFaults(c.Faults, st)
 		addEncoders(c.Encoders, st)
 		c.Evicted += st.Encoded + st.Zeros + st.Equal + st.Clean
@@ -137,16 +136,15 @@ func (f *fleet) Counters() bench.Counters {
 			c.IntegrityFailures = append(c.IntegrityFailures, fmt.Sprintf("sandbox %s: %d encodings did not decode to their page", b.ID(), st.Mismatches))
 		}
 	}
-	c.Blocking, c.Prefetched = latency(blocking), latency(ahead)
 	return c
 }
 
 func addFaults(to map[string]uint64, st pager.Stats) {
-	to["evicted"] += uint64(st.Blocking.Count)
-	to["template"] += uint64(st.Template.Count)
-	to["zero"] += uint64(st.Zero.Count)
-	to["protected"] += uint64(st.Protected.Count)
-	to["stale"] += st.Stale
+	to[report.KindEvicted] += uint64(st.Blocking.Count)
+	to[report.KindTemplate] += uint64(st.Template.Count)
+	to[report.KindZero] += uint64(st.Zero.Count)
+	to[report.KindProtected] += uint64(st.Protected.Count)
+	to[report.KindStale] += st.Stale
 }
 
 func addEncoders(to map[string]bench.EncoderUse, st pager.Stats) {
@@ -161,11 +159,22 @@ func addEncoders(to map[string]bench.EncoderUse, st pager.Stats) {
 	}
 }
 
-func latency(l pager.Latency) bench.Latency {
-	return bench.Latency{
-		Count: uint64(l.Count), Total: l.Total,
-		P50: l.P50(), P95: l.P95(), P99: l.P99(), Max: l.Max,
+// addLatencies merges the distributions of one pager.
+func addLatencies(to map[string]report.Histogram, st pager.Stats) {
+	report.MergeAll(to, map[string]report.Histogram{
+		report.KindEvicted: histogram(st.Blocking), report.KindPrefetched: histogram(st.Prefetched),
+		report.KindTemplate: histogram(st.Template), report.KindZero: histogram(st.Zero),
+		report.KindProtected: histogram(st.Protected), report.KindHeld: histogram(st.Held),
+	})
+}
+
+// histogram converts a distribution.
+func histogram(l pager.Latency) report.Histogram {
+	h := report.Histogram{Total: l.Total, Max: l.Max}
+	for le, n := range l.Buckets() {
+		h.Buckets = append(h.Buckets, report.Bucket{LE: le, Count: n})
 	}
+	return h
 }
 
 // Close kills the sandboxes and frees what they shared.
@@ -186,14 +195,17 @@ func (f *fleet) Close() error {
 // Run runs one call and keeps its output up to outputLimit.
 func (b *box) Run(ctx context.Context, spec bench.CallSpec) (bench.CallResult, error) {
 	var stdout, stderr bounded
+	watch := b.watchStall()
 	call, err := b.Sandbox.Run(ctx, guestlink.Command{
 		Shell: spec.Shell, Cwd: spec.Cwd, User: spec.User, Env: spec.Env, Timeout: spec.Timeout,
 	}, &stdout, &stderr)
-	return bench.CallResult{
+	res := bench.CallResult{
 		Stdout: stdout.data, Stderr: stderr.data, Truncated: stdout.cut || stderr.cut,
 		Exit: call.Exit.Code, Signal: call.Exit.Signal, TimedOut: call.Exit.TimedOut,
 		Duration: call.Duration, Stall: call.Stall, Faults: call.Faults,
-	}, err
+	}
+	watch(&res)
+	return res, err
 }
 
 // Usage converts the sandbox's own account.

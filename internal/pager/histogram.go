@@ -1,6 +1,7 @@
 package pager
 
 import (
+	"iter"
 	"math/bits"
 	"sync/atomic"
 	"time"
@@ -77,6 +78,18 @@ func (l *Latency) Merge(o Latency) {
 	l.Max = max(l.Max, o.Max)
 	for i := range l.counts {
 		l.counts[i] += o.counts[i]
+	}
+}
+
+// Buckets yields the upper bound of each bucket that is not empty, in order, and how many
+// observations it has.
+func (l Latency) Buckets() iter.Seq2[time.Duration, uint64] {
+	return func(yield func(time.Duration, uint64) bool) {
+		for i, n := range l.counts {
+			if n > 0 && !yield(time.Duration(upper(i)), uint64(n)) {
+				return
+			}
+		}
 	}
 }
 

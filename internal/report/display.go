@@ -72,7 +72,7 @@ func frame(stage string, rows []Row, events []string, width int) string {
 	fmt.Fprintf(&b, "%-4s %-11s %7s %12s %11s %7s  %s\n", "", "state", "call", "resident", "pooled", "saved", "command")
 	for _, r := range rows {
 		fmt.Fprintf(&b, "%-4s %-11s %3d/%-3d %12s %11s %7s  %s\n", r.Name, r.Phase, r.Call, r.Calls, r.Resident, r.Pooled,
-			percent(r.Saved, r.SavedKnown), firstLine(r.Command))
+			Percent(r.Saved, r.SavedKnown), firstLine(r.Command))
 	}
 	b.WriteString("\n")
 	for _, e := range events {

@@ -38,6 +38,10 @@ type Report struct {
 	NotCompared       []string     `json:"not_compared"`       // calls that timed out without compression
 	Notes             []string     `json:"notes"`
 	Runs              []Run        `json:"runs"` // raw
+
+	// Latencies are the distributions of all runs with compression on, by name (KindEvicted, ...).
+	Latencies   map[string]Histogram `json:"latencies,omitempty"`
+	Prefetchers []Prefetcher         `json:"prefetchers,omitempty"` // what restored ahead; the whole first
 }
 
 // Machine is where the measurement ran.
@@ -100,6 +104,15 @@ type Summary struct {
 	VMMHeapOff    float64   `json:"vmm_heap_off"`   // bytes, time average, outside the private memory
 	VMMHeapOn     float64   `json:"vmm_heap_on"`
 	Intact        bool      `json:"intact"`
+}
+
+// SavedWithVMM is Saved with the VMMs' own memory on both sides; ok is false if nothing was
+// measured without compression.
+func (s Summary) SavedWithVMM() (saved float64, ok bool) {
+	if !s.SavedKnown {
+		return 0, false
+	}
+	return 1 - (s.PrivateOn+s.VMMHeapOn)/(s.PrivateOff+s.VMMHeapOff), true
 }
 
 // Quantiles of a distribution of durations.
@@ -176,6 +189,63 @@ type Call struct {
 	Signal   string  `json:"signal,omitempty"`
 	TimedOut bool    `json:"timed_out,omitempty"`
 	OutBytes int     `json:"out_bytes"`
+
+	Class    string               `json:"class,omitempty"`    // kind of command, as the trajectory has it
+	Kinds    map[string]FaultCost `json:"kinds,omitempty"`    // the faults by kind; without the stale ones
+	Ahead    uint64               `json:"ahead,omitempty"`    // pages restored ahead meanwhile
+	Progress []StallAt            `json:"progress,omitempty"` // how the stall grew; from the dispatch on
+}
+
+// FaultCost is how many faults there were, and how long the guest waited for them.
+type FaultCost struct {
+	Count uint64  `json:"count"`
+	MS    float64 `json:"ms"`
+}
+
+// StallAt is the stall of a call so far, at a time after its dispatch.
+type StallAt struct {
+	MS      float64 `json:"ms"`
+	StallMS float64 `json:"stall_ms"`
+}
+
+// AllPrefetchers is the name of the row that has all sources together.
+const AllPrefetchers = "all"
+
+// Prefetcher is what one source of guesses did, or all of them together (AllPrefetchers).
+//
+// Pages restored ahead that are only read leave no trace. So each source leaves out a random
+// share of what it would restore: of those held out, the share that then faulted is what
+// its restores are worth.
+type Prefetcher struct {
+	Name     string  `json:"name"`
+	Restored uint64  `json:"restored"` // pages brought back
+	HeldOut  uint64  `json:"held_out"` // pages left out to learn what they are worth
+	Missed   uint64  `json:"missed"`   // of them faulted
+	Faults   uint64  `json:"faults"`   // of all pages that were evicted when touched; the same for every source
+	Share    float64 `json:"share"`    // of the budget, at the end
+}
+
+// Accuracy is the share of held-out pages that were touched; ok is false if too few were
+// held out to say.
+func (p Prefetcher) Accuracy() (a float64, ok bool) {
+	if p.HeldOut < minHeldOut {
+		return 0, false
+	}
+	return float64(p.Missed) / float64(p.HeldOut), true
+}
+
+// minHeldOut is how many held-out pages an accuracy needs: with 30 its error is 9 points.
+const minHeldOut = 30
+
+// Coverage is the share of touched pages that were there when they were touched, because
+// this source had restored them: useful restores over useful restores and faults.
+func (p Prefetcher) Coverage() (c float64, ok bool) {
+	a, ok := p.Accuracy()
+	useful := a * float64(p.Restored)
+	if !ok || useful+float64(p.Faults) == 0 {
+		return 0, false
+	}
+	return useful / (useful + float64(p.Faults)), true
 }
 
 // Sample is the fleet's memory at one moment, bytes.

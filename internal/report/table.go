@@ -16,18 +16,32 @@ import (
 // WriteText writes the report for people. The last line is LastLine.
 func (r *Report) WriteText(w io.Writer) error {
 	var b bytes.Buffer
-	r.head(&b)
-	b.WriteString("\n")
-	r.sandboxes(&b)
-	b.WriteString("\n")
-	r.restores(&b)
-	r.activity(&b)
-	r.problems(&b)
+	r.body(&b)
 	b.WriteString("\n" + r.LastLine() + "\n")
 	if _, err := w.Write(b.Bytes()); err != nil {
 		return fmt.Errorf("write report: %w", err)
 	}
 	return nil
+}
+
+// WriteBody writes what WriteText does without the last line, for reports of which this is a part.
+func (r *Report) WriteBody(w io.Writer) error {
+	var b bytes.Buffer
+	r.body(&b)
+	if _, err := w.Write(b.Bytes()); err != nil {
+		return fmt.Errorf("write report: %w", err)
+	}
+	return nil
+}
+
+func (r *Report) body(b *bytes.Buffer) {
+	r.head(b)
+	b.WriteString("\n")
+	r.sandboxes(b)
+	b.WriteString("\n")
+	r.restores(b)
+	r.activity(b)
+	r.problems(b)
 }
 
 func (r *Report) head(b *bytes.Buffer) {
@@ -51,12 +65,12 @@ func (r *Report) sandboxes(b *bytes.Buffer) {
 	rows := [][]string{{"sandbox", "calls", "private off", "private on", "saved", "latency", "stall p50", "stall p99", "VMM heap"}}
 	for _, x := range r.Sandboxes {
 		rows = append(rows, []string{
-			x.Name, strconv.Itoa(x.Calls), size(x.PrivateOff), size(x.PrivateOn), percent(x.Saved, x.PrivateOff > 0),
+			x.Name, strconv.Itoa(x.Calls), size(x.PrivateOff), size(x.PrivateOn), Percent(x.Saved, x.PrivateOff > 0),
 			times(x.LatencyRatio), short(x.Stall.P50), short(x.Stall.P99), size(x.HeapOn),
 		})
 	}
 	rows = append(rows, []string{
-		"total", strconv.Itoa(s.Calls), size(s.PrivateOff), size(s.PrivateOn), percent(s.Saved, s.SavedKnown),
+		"total", strconv.Itoa(s.Calls), size(s.PrivateOff), size(s.PrivateOn), Percent(s.Saved, s.SavedKnown),
 		times(s.LatencyRatio), short(s.Stall.P50), short(s.Stall.P99), size(s.VMMHeapOn),
 	})
 	table(b, rows)
@@ -92,7 +106,7 @@ func (r *Report) activity(b *bytes.Buffer) {
 	rows := [][]string{{"encoder", "pages", "share", "bytes/page"}}
 	for _, name := range slices.Sorted(maps.Keys(a.Encoders)) {
 		e := a.Encoders[name]
-		rows = append(rows, []string{name, strconv.FormatUint(e.Pages, 10), percent(float64(e.Pages)/float64(max(1, total.Pages)), true), strconv.FormatInt(e.Bytes/int64(max(1, e.Pages)), 10)})
+		rows = append(rows, []string{name, strconv.FormatUint(e.Pages, 10), Percent(float64(e.Pages)/float64(max(1, total.Pages)), true), strconv.FormatInt(e.Bytes/int64(max(1, e.Pages)), 10)})
 	}
 	table(b, rows)
 	var faults []string
@@ -145,7 +159,8 @@ func indent(s string) string {
 
 func size(b float64) string { return units.Bytes(b).String() }
 
-func percent(x float64, known bool) string {
+// Percent prints a share.
+func Percent(x float64, known bool) string {
 	if !known {
 		return "n/a"
 	}

@@ -1,0 +1,181 @@
+package main
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/agentzip/agentzip/internal/bench"
+	"github.com/agentzip/agentzip/internal/bench/restores"
+	"github.com/agentzip/agentzip/internal/cohort"
+	"github.com/agentzip/agentzip/internal/daemon"
+	"github.com/agentzip/agentzip/internal/report"
+)
+
+// restoreGapScale stretches thinking times as emulation stretches calls, 10-20 times: so a
+// sandbox waits for its model as large a part of the time as on hardware.
+const restoreGapScale = 10
+
+// Sizes of `bench restore --quick`: below 90 s, for counts. Its times say little.
+const (
+	quickSandboxes = 4
+	quickCalls     = 6
+	quickGapScale  = 0.5
+)
+
+// benchRestoreFlags are the flags of `bench restore`, as given.
+type benchRestoreFlags struct {
+	jobFlags
+	modes     string
+	native    string
+	isolation string
+	quick     bool
+	jsonFile  string
+}
+
+func newBenchRestoreCmd() *cobra.Command {
+	f := benchRestoreFlags{}
+	cmd := &cobra.Command{
+		Use:   "restore",
+		Short: "Measure what restoring pages costs those who wait for them",
+		Long: `Replays the main job without and with compression, as demo does, and says what the
+restores of pages cost: the distributions, the stall of each call and where it comes from.
+
+Thinking times are stretched by --gap-scale, because emulation stretches calls.
+
+--quick makes everything short, for counts of faults and pages: times need an idle machine
+and full length.
+
+The last line of stdout is for scripts and keeps its form:
+  restore block_p50_us=45 block_p99_us=600 block_max_us=4000 prefetch_page_p50_us=4 stall_p50_ms=0.4 stall_p99_ms=12 latency=1.02x native=1.06x saved=95.1% coverage=93% accuracy=78% cancel_p99_us=400 idle_mb=11.5 idle_kvm_mb=5.2`,
+		Example: `  agentzip bench restore
+  agentzip bench restore --quick --modes on
+  agentzip bench restore --trajectories recorded/ --match aiohttp --max-calls 20 --json restore.json.gz`,
+		Args:    cobra.NoArgs,
+		PreRunE: requireRoot,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			f.shorten(cmd)
+			return f.run(cmd)
+		},
+	}
+	f.add(cmd, 16, restoreGapScale)
+	fl := cmd.Flags()
+	fl.StringVar(&f.modes, "modes", "off,on", "the runs of the job: off,on or on,off (a pair), or only on")
+	fl.StringVar(&f.native, "native", "auto", "also time the commands on this host without a VM: on, off, auto (our own scenario only)")
+	addIsolation(cmd, &f.isolation)
+	fl.BoolVar(&f.quick, "quick", false, fmt.Sprintf("short: %d sandboxes, %d calls, gaps x %g unless given, no native durations", quickSandboxes, quickCalls, quickGapScale))
+	fl.StringVar(&f.jsonFile, "json", "", "write all figures as JSON to this file, compressed if it ends in .gz")
+	for name, complete := range map[string]cobra.CompletionFunc{
+		"modes":  cobra.FixedCompletions([]string{"off,on", "on,off", "on"}, cobra.ShellCompDirectiveNoFileComp),
+		"native": cobra.FixedCompletions([]string{"auto", "on", "off"}, cobra.ShellCompDirectiveNoFileComp),
+	} {
+		if err := cmd.RegisterFlagCompletionFunc(name, complete); err != nil {
+			panic(err) // the flags are defined above
+		}
+	}
+	return cmd
+}
+
+// shorten sets what --quick implies and was not given.
+func (f *benchRestoreFlags) shorten(cmd *cobra.Command) {
+	if !f.quick {
+		return
+	}
+	given := cmd.Flags().Changed
+	if !given("sandboxes") {
+		f.sandboxes = quickSandboxes
+	}
+	if !given("max-calls") {
+		f.maxCalls = quickCalls
+	}
+	if !given("gap-scale") {
+		f.gapScale = quickGapScale
+	}
+	if !given("native") {
+		f.native = "off"
+	}
+}
+
+// check refuses flags that make no sense, before anything is started.
+func (f *benchRestoreFlags) check() error {
+	switch {
+	case f.modes != "off,on" && f.modes != "on,off" && f.modes != "on":
+		return usageError(fmt.Errorf("--modes %q: use off,on or on,off or on", f.modes))
+	case f.native != "auto" && f.native != "on" && f.native != "off":
+		return usageError(fmt.Errorf("--native %q: use auto, on or off", f.native))
+	}
+	if _, err := cohort.ParseIsolation(f.isolation); err != nil {
+		return usageError(fmt.Errorf("--isolation: %w", err))
+	}
+	return f.jobFlags.check()
+}
+
+func (f *benchRestoreFlags) run(cmd *cobra.Command) (err error) {
+	if err := f.check(); err != nil {
+		return err
+	}
+	isolation, err := cohort.ParseIsolation(f.isolation)
+	if err != nil {
+		return err
+	}
+	plans, notes, err := f.plans()
+	if err != nil {
+		return err
+	}
+	d, err := daemon.Open(daemon.Options{StateDir: stateDir(), LibDir: libDir(), Log: slog.Default()})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, d.Close()) }()
+	ctx := cmd.Context()
+	tmpl, _, err := d.Template(ctx, f.template)
+	if err != nil {
+		return withHint(err, "run `agentzip setup`, or name a template with --template")
+	}
+	display := f.display(ctx, cmd.ErrOrStderr())
+	cfg := restores.Config{Main: bench.Config{
+		Fleet:     d.Fleets(daemon.FleetOptions{Template: f.template, Isolation: isolation}),
+		Sandboxes: plans, GapScale: f.gapScale, MaxGap: f.maxGap, Display: display, Alone: f.modes == "on",
+	}}
+	if strings.HasPrefix(f.modes, "on") {
+		cfg.Main.First = bench.On
+	}
+	if f.native == "on" || f.native == "auto" && f.trajectories == "" {
+		cfg.Main.NativeReplay = nativeReplay(ctx, tmpl.RootFile(), plans)
+	}
+	rep, err := restores.Measure(ctx, cfg)
+	display.Close()
+	if rep == nil {
+		return err
+	}
+	m := report.ThisMachine()
+	m.QEMU, m.Accel = tmpl.Host.QEMU, cmp.Or(string(tmpl.Hardware.Accel), "tcg")
+	rep.Main.Machine = m
+	rep.Main.Tool = "agentzip " + readVersion().Revision
+	rep.Main.Template = report.Template{Name: tmpl.Name, Digest: tmpl.Input, MemoryMB: int64(tmpl.Hardware.Memory) >> 20}
+	rep.Main.Notes = append(notes, rep.Main.Notes...)
+	if cfg.Main.NativeReplay == nil {
+		rep.Main.Summary.NativeMissing = "not asked for (--native=on)"
+	}
+	f.describe(&rep.Main.Plan)
+	return errors.Join(err, f.write(cmd, rep))
+}
+
+// write stores the JSON and prints the table, whose last line is the output's last line.
+func (f *benchRestoreFlags) write(cmd *cobra.Command, rep *restores.Report) error {
+	var err error
+	if f.jsonFile != "" {
+		err = writeFile(f.jsonFile, func(w io.Writer) error {
+			if strings.HasSuffix(f.jsonFile, ".gz") {
+				return rep.WriteGzip(w)
+			}
+			return rep.WriteJSON(w)
+		})
+	}
+	return errors.Join(err, rep.WriteText(cmd.OutOrStdout()))
+}

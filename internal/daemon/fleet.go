@@ -125,6 +125,9 @@ func (f *fleet) Counters() bench.Counters {
 			continue
 		}
 		addLatencies(c.Latencies, st)
+		cancels := b.Cancels()
+		report.MergeAll(c.Latencies, map[string]report.Histogram{report.KindCancel: histogram(cancels)})
+		c.CancelledPasses += uint64(cancels.Count)
 		addFaults(c.Faults, st)
 		addEncoders(c.Encoders, st)
 		c.Evicted += st.Encoded + st.Zeros + st.Equal + st.Clean

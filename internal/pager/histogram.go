@@ -53,6 +53,16 @@ func (h *histogram) recordN(d time.Duration, n int) {
 	}
 }
 
+// A Recorder collects durations as the pager does its own, for those above it. Its zero
+// value is ready; all methods may be called from any goroutine.
+type Recorder struct{ h histogram }
+
+// Record adds one observation.
+func (r *Recorder) Record(d time.Duration) { r.h.record(d) }
+
+// Snapshot returns what was recorded so far.
+func (r *Recorder) Snapshot() Latency { return r.h.snapshot() }
+
 // A Latency is a snapshot of a histogram. Snapshots of several sandboxes can be
 // merged before a percentile is taken.
 type Latency struct {

@@ -78,6 +78,9 @@ func (s *Sandbox) callStarts() error {
 		return s.death()
 	}
 	if s.rhythm.CallStarts() == policy.Stop && s.cancelPass != nil {
+		if s.cancelled.IsZero() {
+			s.cancelled = time.Now()
+		}
 		s.cancelPass()
 	}
 	return nil
@@ -169,6 +172,10 @@ func (s *Sandbox) endPass() {
 	defer s.mu.Unlock()
 	s.cancelPass()
 	s.cancelPass = nil
+	if !s.cancelled.IsZero() {
+		s.cancels.Record(time.Since(s.cancelled))
+		s.cancelled = time.Time{}
+	}
 }
 
 // evict runs one pass.

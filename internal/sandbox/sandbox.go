@@ -125,12 +125,14 @@ type Sandbox struct {
 	stopBreath  context.CancelFunc
 	background  sync.WaitGroup
 	wake        chan struct{} // tells breathe that the rhythm has changed; capacity 1
+	cancels     pager.Recorder // from the arrival of a call to the end of the pass it found
 	closeOnce   sync.Once
 	closeResult error
 
 	mu         sync.Mutex
 	rhythm     *policy.Rhythm     // guarded by mu
 	cancelPass context.CancelFunc // guarded by mu; ends the pass under way, nil without one
+	cancelled  time.Time          // guarded by mu; when a call arrived during the pass under way, zero if none did
 	cause      error              // guarded by mu; why the sandbox died, nil while it lives
 	ready      bool               // guarded by mu; personalised
 	recent     *prefetch.Recent   // guarded by mu
@@ -384,6 +386,13 @@ func (s *Sandbox) Pager() (pager.Stats, bool) {
 	}
 	return s.pager.Stats(), true
 }
+
+// Cancels returns how long passes ran on after a call had arrived: what the call shared
+// with them at most.
+func (s *Sandbox) Cancels() pager.Latency { return s.cancels.Snapshot() }
+
+// Memory returns what the VMM process occupies.
+func (s *Sandbox) Memory() (vmm.Memory, error) { return s.machine.Memory() }
 
 // Usage is what a sandbox costs at one moment.
 type Usage struct {

@@ -380,7 +380,7 @@ func (m *machine) Memory() (Memory, error) {
 	if err != nil {
 		return Memory{}, fmt.Errorf("machine %s: read memory use: %w", m.id, err)
 	}
-	mem := Memory{Group: m.group.MemoryCurrent()}
+	mem := Memory{Group: m.group.MemoryCurrent(), Kernel: m.group.MemoryKernel()}
 	for line := range strings.Lines(string(b)) {
 		name, value, _ := strings.Cut(line, ":")
 		kib, _ := strconv.ParseInt(strings.TrimSuffix(strings.TrimSpace(value), " kB"), 10, 64)

@@ -151,5 +151,6 @@ type Memory struct {
 	File       units.Bytes // RssFile: binary, libraries, root image; shared
 	Shmem      units.Bytes // RssShmem: template pages mapped; shared
 	PageTables units.Bytes // VmPTE
+	Kernel     units.Bytes // kernel memory charged to the cgroup, page tables included; 0 without a memory controller
 	Group      units.Bytes // charged to the cgroup, kernel memory and page cache included; 0 without a memory controller
 }

@@ -259,6 +259,27 @@ func (g *Group) MemoryCurrent() units.Bytes {
 	return 0
 }
 
+// MemoryKernel returns the kernel memory that is charged to the group (page tables, stacks,
+// slabs); 0 without a memory controller.
+func (g *Group) MemoryKernel() units.Bytes {
+	for _, m := range g.members {
+		if !slices.Contains(m.controllers, Memory) {
+			continue
+		}
+		if !m.v2 {
+			v, _ := strconv.ParseInt(strings.TrimSpace(readString(filepath.Join(m.dir, "memory.kmem.usage_in_bytes"))), 10, 64)
+			return units.Bytes(v)
+		}
+		for line := range strings.Lines(readString(filepath.Join(m.dir, "memory.stat"))) {
+			if n, ok := strings.CutPrefix(line, "kernel "); ok {
+				v, _ := strconv.ParseInt(strings.TrimSpace(n), 10, 64)
+				return units.Bytes(v)
+			}
+		}
+	}
+	return 0
+}
+
 // Remove kills what is left in the group and removes it.
 func (g *Group) Remove() error {
 	dirs := make([]string, 0, len(g.members))

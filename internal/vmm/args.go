@@ -45,8 +45,10 @@ const (
 // the one a state file is put into for the time of a save. Through a set QEMU
 // duplicates the descriptor, while opening /proc/self/fd would need permission.
 const (
-	diskSet  = 1
-	stateSet = 2
+	diskSet   = 1
+	stateSet  = 2
+	swapSet   = 3
+	backupSet = 4
 )
 
 func procFD(fd int) string { return "/proc/self/fd/" + strconv.Itoa(fd) }

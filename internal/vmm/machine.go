@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -41,13 +42,16 @@ type machine struct {
 	id   string   // immutable after reserve
 	uid  int      // immutable after reserve
 
+	disk units.Bytes // immutable after spawn; the disk's size, 0: none
+
 	group  *cgroup.Group // immutable after spawn
 	qmp    *qmp.Client   // immutable after connect; nil if that failed
-	timing Timing        // immutable after start
+	timing Timing        // guarded by mu once start has returned
 
 	console, log *ring
 	connected    chan struct{}  // closed by start when qmp is what it will be
 	migration    chan string    // states of a migration; fed by event
+	copies       atomic.Int64   // copies of the disk ever begun
 	drains       sync.WaitGroup // the goroutines that feed the rings
 	done         chan struct{}  // closed by the reaper
 
@@ -55,6 +59,8 @@ type machine struct {
 	process  *os.Process    // guarded by mu; set once by spawn
 	killed   bool           // guarded by mu; Kill was called
 	link     net.Conn       // guarded by mu
+	wire     *Wire          // guarded by mu; whose link it is; nil: the link is the machine's own
+	prepared bool           // guarded by mu; a clone without device state yet
 	shim     *guestmem.Shim // guarded by mu; nil without one; closed by the reaper
 	shutdown string         // guarded by mu; the reason of QEMU's SHUTDOWN event
 	panicked bool           // guarded by mu; QEMU saw the guest panic
@@ -65,8 +71,13 @@ func (m *machine) ID() string            { return m.id }
 func (m *machine) UID() int              { return m.uid }
 func (m *machine) Console() []byte       { return m.console.bytes() }
 func (m *machine) Log() []byte           { return m.log.bytes() }
-func (m *machine) Timing() Timing        { return m.timing }
 func (m *machine) Done() <-chan struct{} { return m.done }
+
+func (m *machine) Timing() Timing {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.timing
+}
 
 func (m *machine) PID() int {
 	m.mu.Lock()
@@ -162,7 +173,9 @@ func (m *machine) clear(state *os.ProcessState) {
 		m.host.log.Warn("cgroup of a dead VMM stays until the next sweep", "machine", m.id, "err", err)
 	}
 	m.mu.Lock()
-	_ = m.link.Close()
+	if m.wire == nil {
+		_ = m.link.Close()
+	}
 	if m.shim != nil {
 		_ = m.shim.Close()
 	}
@@ -272,45 +285,6 @@ func (m *machine) dead(err error) error {
 	return fmt.Errorf("machine %s: %w", m.id, err)
 }
 
-// load brings the saved device state in.
-func (m *machine) load(ctx context.Context) error {
-	// Our own description, as others read the same file at the same time.
-	f, err := os.Open(procFD(int(m.spec.State.Fd())))
-	if err != nil {
-		return fmt.Errorf("open device state: %w", err)
-	}
-	defer f.Close()
-	type capability struct {
-		Capability string `json:"capability"`
-		State      bool   `json:"state"`
-	}
-	caps := map[string]any{"capabilities": []capability{{"x-ignore-shared", true}, {"events", true}}}
-	if err := m.qmp.Execute(ctx, "migrate-set-capabilities", caps, nil); err != nil {
-		return err
-	}
-	if err := m.qmp.ExecuteFile(ctx, "getfd", map[string]string{"fdname": "state"}, nil, f); err != nil {
-		return err
-	}
-	if err := m.qmp.Execute(ctx, "migrate-incoming", map[string]string{"uri": "fd:state"}, nil); err != nil {
-		return err
-	}
-	for {
-		select {
-		case state := <-m.migration:
-			switch state {
-			case "completed":
-				return nil
-			case "failed":
-				return errors.New("load device state: QEMU refuses it (built by another QEMU or for other hardware?)")
-			}
-		case <-m.qmp.Done():
-			return fmt.Errorf("load device state: %w (built by another QEMU or for other hardware?)", qmp.ErrClosed)
-		case <-ctx.Done():
-			return fmt.Errorf("load device state: %w", ctx.Err())
-		}
-	}
-}
-
 // SaveState stops the machine and writes its device state.
 //
 // The command is named after Xen but is just "all devices, no memory": it works
@@ -338,6 +312,12 @@ func (m *machine) SaveState(ctx context.Context, f *os.File) error {
 
 // Reconnect gives the port a new host end.
 func (m *machine) Reconnect(ctx context.Context) (net.Conn, error) {
+	m.mu.Lock()
+	wired := m.wire != nil
+	m.mu.Unlock()
+	if wired {
+		return nil, fmt.Errorf("machine %s: reconnect: its link is a wire", m.id)
+	}
 	conn, theirs, err := socketPair(unix.SOCK_STREAM)
 	if err != nil {
 		return nil, fmt.Errorf("machine %s: reconnect: %w", m.id, err)
@@ -365,7 +345,6 @@ func (m *machine) swapLink(ctx context.Context, theirs *os.File) error {
 	if err := m.qmp.ExecuteFile(ctx, "getfd", map[string]string{"fdname": "link"}, nil, theirs); err != nil {
 		return err
 	}
-	type dict = map[string]any
 	return m.qmp.Execute(ctx, "chardev-change", dict{"id": "link", "backend": dict{
 		"type": "socket", "data": dict{
 			"server": false,

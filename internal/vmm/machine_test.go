@@ -255,7 +255,6 @@ func TestAStartThatFailsSaysWhyAndLeavesNothing(t *testing.T) {
 		{"the root image is private", nil, func(t *testing.T, s *Spec) { s.Root = rootImage(t, 2<<20, 0o600) }, "chmod o+r"},
 		{"the root image has an odd size", nil, func(t *testing.T, s *Spec) { s.Root = rootImage(t, 4096, 0o644) }, "multiple of 2 MiB"},
 		{"the id is bad", nil, func(_ *testing.T, s *Spec) { s.ID = "../x" }, "machine id"},
-		{"a clone has no state", nil, func(_ *testing.T, s *Spec) { s.Mode = Clone }, "needs a device state"},
 		{"a clone's state is none", nil, func(t *testing.T, s *Spec) { s.Mode, s.State = Clone, rootImage(t, 4096, 0o644) }, "built by another QEMU"},
 		{"the cgroup's limit is too low", func(*testing.T) HostOptions {
 			return HostOptions{Allowance: 8*units.MiB - hardware.Memory}

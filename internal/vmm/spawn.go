@@ -181,6 +181,12 @@ func (m *machine) plumb(pl *plumbing) (layout, error) {
 		conn **net.UnixConn
 		fd   int
 	}{{&pl.qmp, fdQMP}, {&pl.console, fdConsole}, {&pl.link, fdLink}} {
+		if c.fd == fdLink && s.Wire != nil {
+			if pl.child[fdLink], err = s.Wire.copyOfGuestEnd(); err != nil {
+				return lay, err
+			}
+			continue
+		}
 		if *c.conn, pl.child[c.fd], err = socketPair(unix.SOCK_STREAM); err != nil {
 			return lay, err
 		}
@@ -194,9 +200,7 @@ func (m *machine) plumb(pl *plumbing) (layout, error) {
 			err = m.plumbKernel(pl, &lay)
 		}
 	case Clone:
-		if s.State == nil {
-			err = errors.New("a clone needs a device state")
-		}
+		// Without a State it is left prepared.
 	default:
 		err = fmt.Errorf("unknown mode %d", s.Mode)
 	}
@@ -240,6 +244,9 @@ func (m *machine) plumbStorage(pl *plumbing, lay *layout) (err error) {
 	}
 	if s.Disk != nil {
 		lay.disk = true
+		if m.disk, _, err = sizeMode(s.Disk); err != nil {
+			return err
+		}
 		if pl.child[fdDisk], err = dup(s.Disk); err != nil {
 			return err
 		}
@@ -337,7 +344,10 @@ func socketPair(kind int) (*net.UnixConn, *os.File, error) {
 // bringUp takes a fresh process to "paused". It owns pl from here on; on error the
 // process is dead and nothing is left.
 func (m *machine) bringUp(ctx context.Context, pl *plumbing, born time.Time) error {
-	m.link = pl.link
+	m.wire, m.link = m.spec.Wire, wireOf(m.spec)
+	if m.spec.Wire == nil {
+		m.link = pl.link
+	}
 	m.watch(pl)
 	err := m.handshake(ctx, pl)
 	if err == nil {
@@ -347,9 +357,13 @@ func (m *machine) bringUp(ctx context.Context, pl *plumbing, born time.Time) err
 		_ = pl.qmp.Close()
 	}
 	close(m.connected)
-	if err == nil && m.spec.Mode == Clone {
+	switch {
+	case err != nil || m.spec.Mode != Clone:
+	case m.spec.State == nil:
+		m.prepared = true
+	default:
 		began := time.Now()
-		err = m.load(ctx)
+		err = m.load(ctx, m.spec.State)
 		m.timing.Load = time.Since(began)
 	}
 	if err == nil {

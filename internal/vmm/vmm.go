@@ -10,8 +10,8 @@
 //
 // The life of a machine:
 //
-//	Start --process, shim, cgroup, QMP--> loading --state loaded--> paused --Resume--> running
-//	                                                                paused <--Stop---- running
+//	Start --process, shim, cgroup, QMP--> prepared --state loaded--> paused --Resume--> running
+//	                                                                 paused <--Stop---- running
 //	any of these --guest off, reboot or panic; crash; OOM kill; Kill--> dead (Done is closed)
 //
 // Done is closed after the process was reaped and its cgroup, uid and
@@ -94,7 +94,13 @@ type Spec struct {
 	Kernel, Initrd string // Boot only: paths. No Kernel: the firmware boots the disk. Initrd may be empty
 	Cmdline        string // Boot only: the kernel's command line
 
-	State *os.File // Clone only: what SaveState wrote; read from its start, whatever its offset
+	// State is for a Clone: what SaveState wrote; read from its start, whatever its offset. nil
+	// leaves the machine prepared: Load must come before Resume.
+	State *os.File
+
+	// Wire is the machine's link; nil: it makes one of its own. It stays the caller's and outlives
+	// the machine.
+	Wire *Wire
 
 	// Shim is the path of agentzip-shim.so; "" starts without one (no pager can attach).
 	Shim string
@@ -107,11 +113,17 @@ type Machine interface {
 	UID() int // the numeric user the VMM runs as
 
 	// Link returns the host's end of the virtio-serial stream: the same
-	// connection each time, until Reconnect replaces it. The caller closes it.
+	// connection each time, until Reconnect or SetWire replaces it. The caller closes it.
 	Link() net.Conn
 	// Reconnect gives the port a new host end and returns it. The guest sees the
 	// port close and open again. Use it when the previous one was closed.
+	// A machine with a wire refuses.
 	Reconnect(ctx context.Context) (net.Conn, error)
+
+	// Of a prepared machine, and of no other: prepare.go says in which order.
+	SetWire(ctx context.Context, w *Wire) error
+	SetDisk(ctx context.Context, disk *os.File) error
+	Load(ctx context.Context, state *os.File) error
 
 	// Shim returns the daemon's end of the preloaded library, for guestmem.Attach
 	// before Resume; nil if the Spec named none. It is closed with the machine.
@@ -121,9 +133,16 @@ type Machine interface {
 	Resume(ctx context.Context) error
 	Stop(ctx context.Context) error
 	// SaveState writes the device state, without memory, to f from its start,
-	// and leaves the machine stopped. Close the link first: a guest that was told
-	// of no disconnect would go on with a stream nobody holds.
+	// and leaves the machine stopped. Of a machine without a wire, close the link first: a guest
+	// that was told of no disconnect would go on with a stream nobody holds.
 	SaveState(ctx context.Context, f *os.File) error
+	// Settle waits until a stopped machine, whose wire is held, no longer moves bytes between
+	// wire and guest, and returns what lies in the wire. State and memory belong together if that
+	// is the same before SaveState and after the memory was read.
+	Settle(ctx context.Context) (Level, error)
+	// CopyDisk begins a copy of the disk, which is src, to dst, an empty file, while the machine
+	// may run on and write.
+	CopyDisk(ctx context.Context, src, dst *os.File) (*DiskCopy, error)
 
 	Console() []byte // the last 64 KiB of the serial console
 	Log() []byte     // the last 16 KiB of what the VMM wrote to stdout and stderr

@@ -124,12 +124,12 @@ func BenchmarkRestoreAhead(b *testing.B) {
 	for b.Loop() {
 		r.evict()
 		start := time.Now()
-		k, err := r.pager.Restore(context.Background(), reads(all...))
+		got, err := r.pager.Restore(context.Background(), reads(all...), Needed)
 		if err != nil {
 			b.Fatal(err)
 		}
 		spent += time.Since(start)
-		n += k
+		n += got.Evicted
 	}
 	s := r.pager.Stats()
 	b.ReportMetric(float64(spent.Nanoseconds())/float64(n), "ns/page")

@@ -105,7 +105,7 @@ func TestDamageEndsThoseThatReferToItAndNoOther(t *testing.T) {
 					if _, err := r.vm.Channels[0].Read(7, false); err == nil {
 						t.Error("the guest read a damaged page")
 					}
-				} else if _, err := r.pager.Restore(context.Background(), reads(7)); !errors.Is(err, ErrIntegrity) {
+				} else if _, err := r.pager.Restore(context.Background(), reads(7), Needed); !errors.Is(err, ErrIntegrity) {
 					t.Errorf("restore: %v", err)
 				}
 
@@ -146,7 +146,7 @@ func TestASandboxMayEndWhileDamageIsReported(t *testing.T) {
 	rigs[0].flipBit(7)
 	done := make(chan error)
 	go func() {
-		_, err := rigs[0].pager.Restore(context.Background(), reads(7))
+		_, err := rigs[0].pager.Restore(context.Background(), reads(7), Needed)
 		done <- err
 	}()
 	rigs[1].vm.Kill()

@@ -31,6 +31,7 @@
 //	Busy --write fault, unprotect--> Template                     (cancelled)
 //	Evicted(r) --read fault or Restore, install protected--> Clean(r)
 //	Evicted(r) --write fault, or Restore for writing: install writable, release r--> Template
+//	Template/Zero, not mapped --Restore for writing: install a private copy--> as it was
 //	Clean(r) --write fault, unprotect, release r--> Template
 //	Clean(r) --pass, publish, drop--> Evicted(r)                  (nothing to encode)
 //	any but Busy --reported free: release r, publish, drop--> Zero  (see below)
@@ -81,7 +82,11 @@
 //     would drop by itself.
 //  5. CONTINUE is issued only for Template (and Kept) where the image has a page, ZEROPAGE only
 //     for Zero and for Template where it has none, both under the mutex. So a stale
-//     template page can never cover an evicted one.
+//     template page can never cover an evicted one. COPY is issued for Evicted with the page
+//     that r names, and for Template and Zero with what the first table says that a page that is
+//     not mapped contains; the kernel refuses it where a page is mapped. It too is issued under
+//     the mutex, after a look at the word: for Evicted, mapped is then a wrong state and fatal,
+//     for the others it is the truth.
 //  6. Dropping a protected page leaves a write-protect marker in the page table of the VMM
 //     (mm/memory.c, zap_install_uffd_wp_if_needed). ZEROPAGE takes it for a mapped page and
 //     PAGEMAP_SCAN for one in swap. So each drop is followed, under the same lock, by an

@@ -129,7 +129,8 @@ const (
 	fateKeep                // does not shrink: unprotect, Kept
 	fateZero                // drop, Zero
 	fateEqual               // drop, Template
-	fateEncoded             // drop, Evicted
+	fateEncoded             // drop, Evicted; in a Restore: decode and install
+	fateFill                // only in a Restore: install a copy of the template's page, or zeros
 )
 
 // A batch is up to BatchPages frames in ascending order that a pass has in hand.
@@ -178,10 +179,12 @@ func (p *Pager) evictBatch(ctx context.Context, w *worker, res *EvictResult) err
 	if err := p.readBatch(w); err != nil {
 		return errors.Join(err, w.locked(p, func() error { return p.publishBatch(w, false, res) }))
 	}
+	left := standBackFor
 	for i := range b.n {
 		if b.fates[i] != fateAbandon {
 			continue
 		}
+		p.workers.standBack(ctx, &left)
 		if ctx.Err() != nil {
 			break
 		}
@@ -343,7 +346,7 @@ func (p *Pager) publish(b *batch, i int, drop bool, res *EvictResult) (dropped, 
 		p.table.store(f, b.after[i])
 		res.Kept++
 		return false, true
-	case fateAbandon, fateSkip, fateClean:
+	case fateAbandon, fateSkip, fateClean, fateFill:
 		p.table.store(f, b.before[i])
 		res.Abandoned++
 		return false, true

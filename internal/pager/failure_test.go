@@ -141,12 +141,12 @@ func TestAFailureThatNobodyCanRepairKillsTheSandboxByName(t *testing.T) {
 			func(r *rig) { _ = r.vm.Channels[0].Poke(7, 0, 1) }, nil, false,
 		},
 		{
-			"restored page is damaged", "cohort.corrupt", evicted7, func(r *rig) { _, _ = r.pager.Restore(context.Background(), reads(7)) },
+			"restored page is damaged", "cohort.corrupt", evicted7, func(r *rig) { _, _ = r.pager.Restore(context.Background(), reads(7), Needed) },
 			[]string{"frame 7", "pool entry"},
 			true,
 		},
 		{
-			"restored page cannot be installed", "guestmem.copy", evicted7, func(r *rig) { _, _ = r.pager.Restore(context.Background(), reads(7)) },
+			"restored page cannot be installed", "guestmem.copy", evicted7, func(r *rig) { _, _ = r.pager.Restore(context.Background(), reads(7), Needed) },
 			[]string{"install frame 7"},
 			false,
 		},
@@ -174,7 +174,7 @@ func TestAFailureThatNobodyCanRepairKillsTheSandboxByName(t *testing.T) {
 			if _, err := r.pager.Evict(context.Background()); !errors.Is(err, ErrFatal) {
 				t.Errorf("evict afterwards: %v, want ErrFatal", err)
 			}
-			if _, err := r.pager.Restore(context.Background(), reads(7)); !errors.Is(err, ErrFatal) {
+			if _, err := r.pager.Restore(context.Background(), reads(7), Needed); !errors.Is(err, ErrFatal) {
 				t.Errorf("restore afterwards: %v, want ErrFatal", err)
 			}
 		})
@@ -196,7 +196,7 @@ func TestADamagedPoolEntryKillsTheSandboxAndIsNeverInstalled(t *testing.T) {
 				if _, err := r.vm.Channels[0].Read(7, false); err == nil {
 					t.Error("the guest read a damaged page")
 				}
-			} else if _, err := r.pager.Restore(context.Background(), reads(7)); !errors.Is(err, ErrIntegrity) {
+			} else if _, err := r.pager.Restore(context.Background(), reads(7), Needed); !errors.Is(err, ErrIntegrity) {
 				t.Errorf("restore: %v", err)
 			}
 			got := r.fatals(1)
@@ -218,7 +218,7 @@ func TestAnEvictedPageThatIsMappedIsFatalNotIgnored(t *testing.T) {
 	if _, err := r.guest.Copy(7, randomPage(9)[:], false); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.pager.Restore(context.Background(), reads(7)); !errors.Is(err, ErrIntegrity) {
+	if _, err := r.pager.Restore(context.Background(), reads(7), Needed); !errors.Is(err, ErrIntegrity) {
 		t.Errorf("restore: %v, want ErrIntegrity", err)
 	}
 }
@@ -275,7 +275,7 @@ func TestAVMMThatDiesIsNoFailure(t *testing.T) {
 	var err error
 	for err == nil && time.Now().Before(deadline) {
 		if _, err = r.pager.Evict(context.Background()); err == nil {
-			_, err = r.pager.Restore(context.Background(), reads(1, 2, 3, 500))
+			_, err = r.pager.Restore(context.Background(), reads(1, 2, 3, 500), Needed)
 		}
 	}
 	if !errors.Is(err, ErrGone) {
@@ -316,7 +316,7 @@ func TestAClosedPagerRefuses(t *testing.T) {
 	if _, err := r.pager.Evict(context.Background()); !errors.Is(err, ErrClosed) {
 		t.Errorf("evict: %v", err)
 	}
-	if _, err := r.pager.Restore(context.Background(), reads(7)); !errors.Is(err, ErrClosed) {
+	if _, err := r.pager.Restore(context.Background(), reads(7), Needed); !errors.Is(err, ErrClosed) {
 		t.Errorf("restore: %v", err)
 	}
 	if _, err := r.pager.Usage(); !errors.Is(err, ErrClosed) {

@@ -253,7 +253,7 @@ func TestAWriteThatWaitsWhileItsPageIsDroppedIsNotLost(t *testing.T) {
 				}
 				r.evict()
 				if restore {
-					if _, err := r.pager.Restore(context.Background(), reads(pageFrame)); err != nil {
+					if _, err := r.pager.Restore(context.Background(), reads(pageFrame), Needed); err != nil {
 						t.Fatal(err)
 					}
 				}

@@ -125,7 +125,7 @@ func (m *model) run(r *rig, c *guestmemtest.Channel, o op) error {
 		cancel()
 		return err
 	case "restore":
-		_, err := r.pager.Restore(context.Background(), mixed(o.Frames))
+		_, err := r.pager.Restore(context.Background(), mixed(o.Frames), Needed)
 		return err
 	case "report":
 		return m.report(r, c, o)

@@ -104,7 +104,12 @@ type Pager struct {
 	dead     error        // guarded by mu; why nothing is served any more
 	closed   bool         // guarded by life
 
+	touched touchLog      // guarded by mu
+	notify  chan struct{} // of Notify: a token when touched has something new
+
 	soon atomic.Pointer[[]units.Frame] // ascending; pages that the next call will touch
+
+	lastTurn uint64 // guarded by turns.mu; when a batch of it was restored last
 
 	stats counters
 }
@@ -117,6 +122,8 @@ func New(o Options) (*Pager, error) {
 		return nil, errors.New("create pager: guest, image and cohort are required")
 	case o.Guest.Frames() != o.Image.Frames():
 		return nil, fmt.Errorf("create pager: the guest has %d pages, its image %d", o.Guest.Frames(), o.Image.Frames())
+	case o.Guest.Frames() > touchFrames:
+		return nil, fmt.Errorf("create pager: %d pages are more than %d", o.Guest.Frames(), touchFrames)
 	case o.FaultAround < 0 || o.FaultAround > 512 || o.FaultAround&(o.FaultAround-1) != 0:
 		return nil, fmt.Errorf("create pager: fault-around of %d pages is not a power of two up to 512", o.FaultAround)
 	}
@@ -124,9 +131,14 @@ func New(o Options) (*Pager, error) {
 	if err != nil {
 		return nil, fmt.Errorf("create pager: %w", err)
 	}
+	touched, err := newTouchLog()
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("create pager: %w", err), t.close())
+	}
 	p := &Pager{
 		name: o.Name, mem: o.Guest, image: o.Image, cohort: o.Cohort, onFatal: o.OnFatal,
 		workers: o.Workers, around: units.Frame(o.FaultAround), table: t, passes: make(chan struct{}, 1),
+		touched: touched, notify: make(chan struct{}, 1),
 	}
 	if p.around == 0 {
 		p.around = defaultFaultAround
@@ -229,31 +241,11 @@ func (p *Pager) expected(f units.Frame) bool {
 	return found
 }
 
-// A Touch is a page that the guest was seen touching, or that it is expected to touch.
-type Touch struct {
-	Frame units.Frame
-	Write bool // it was, or will be, written
-}
-
-// DrainTouched appends to dst the frames at which faults were served since the last call,
-// each once, in ascending order. Of pages restored ahead, those that were installed
-// writable or were only read are not among them: no fault tells.
-func (p *Pager) DrainTouched(dst []Touch) []Touch {
-	p.life.RLock()
-	defer p.life.RUnlock()
-	if p.closed {
-		return dst
-	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.table.drain(dst)
-}
-
 // Usage is what a sandbox's pages cost at one moment.
 type Usage struct {
 	Resident  units.Bytes // private pages in memory now, Clean ones included
 	Swapped   units.Bytes // private pages in swap now
-	PageTable units.Bytes // this package's page table
+	PageTable units.Bytes // this package's page table, and the log of touched pages
 	Kept      int         // pages that the cohort keeps for this sandbox, Clean ones included
 	Encoded   units.Bytes // bytes of their entries, without slack and headers; shared ones count for each sandbox
 }
@@ -279,7 +271,7 @@ func (p *Pager) Usage() (Usage, error) {
 	defer p.mu.Unlock()
 	return Usage{
 		Resident: units.Bytes(resident) * units.PageSize, Swapped: units.Bytes(swapped) * units.PageSize,
-		PageTable: tableSize, Kept: p.kept, Encoded: encoded,
+		PageTable: tableSize + p.touched.size(), Kept: p.kept, Encoded: encoded,
 	}, nil
 }
 
@@ -320,7 +312,7 @@ func (p *Pager) Close() error {
 		}
 		return true
 	})
-	return p.table.close()
+	return errors.Join(p.table.close(), p.touched.close())
 }
 
 // Stall returns how long this sandbox's faults took to serve, summed since New. Calls

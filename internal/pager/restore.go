@@ -8,61 +8,83 @@ import (
 	"slices"
 	"time"
 
+	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
-// Restore brings evicted pages back ahead of their use and maps template and zero pages;
-// pages that are there already, frames out of range and repetitions are skipped. It returns
-// how many pages it brought. Evicted pages are decoded outside the lock and become Clean;
-// those that are expected to be written are installed writable and give up their entry:
-// that saves the write fault and costs an encoding if the write does not come. Pages are taken in hand BatchPages at a time, in the order given; ctx is asked between.
+// installPages is how many pages are installed with the mutex held once: a page costs up to
+// 20 us here (the first touch of new memory), and a fault waits for all of them. Halved, a
+// page costs a system call's 1 us more for each 8.
+const installPages = 16
+
+// A RestoreResult says what became of the pages that a Restore was given.
+type RestoreResult struct {
+	Evicted int // were evicted, and were decoded and installed
+	Shared  int // the template's own page, or the zero page, was mapped
+	Private int // a copy of the template's page, or a page of zeros, was installed to be written
+	Present int // were mapped already, or are served by nobody else (out of range, twice in a batch)
+	Lost    int // changed while they were decoded: a fault or a report was faster
+	Took    time.Duration
+}
+
+// Restored returns how many pages are there because of the Restore.
+func (r RestoreResult) Restored() int { return r.Evicted + r.Shared + r.Private }
+
+// Restore brings pages back ahead of their use, in the order given, BatchPages at a time;
+// neighbours in a batch go together. What is there already is skipped.
 //
-// ErrFatal and ErrGone are as for Evict.
-func (p *Pager) Restore(ctx context.Context, pages []Touch) (int, error) {
+// Of pages that will only be read, evicted ones become Clean, those of the template and zero
+// pages are mapped as shared. Those that will be written are installed writable, whatever
+// they were: that saves the write fault and the kernel's copy, and costs a private page and,
+// for an evicted one, its entry if the write does not come.
+//
+// Any goroutine may call it, several for one sandbox too. Batches of all sandboxes take
+// turns; see Class. When ctx ends the pages in hand are left as they were: within the time of
+// one decode, or of installPages installs. ErrFatal and ErrGone are as for Evict. The result counts what was done,
+// also with an error.
+func (p *Pager) Restore(ctx context.Context, pages []Touch, class Class) (RestoreResult, error) {
 	p.life.RLock()
 	defer p.life.RUnlock()
+	var res RestoreResult
 	if p.closed {
-		return 0, ErrClosed
+		return res, ErrClosed
 	}
-	if len(pages) == 0 {
-		return 0, nil
+	start := time.Now()
+	p.workers.restores.Add(1)
+	defer p.workers.restores.Add(-1)
+	var err error
+	for rest := pages; len(rest) > 0 && err == nil; {
+		n := min(len(rest), BatchPages)
+		err = p.workers.restore(ctx, p, class, func(w *worker) error {
+			b := &w.batch
+			b.take(rest[:n])
+			return p.restoreBatch(ctx, w, &res)
+		})
+		rest = rest[n:]
 	}
-	total := 0
-	err := p.workers.restore(ctx, func(w *worker) error {
-		b := &w.batch
-		for rest := pages; len(rest) > 0 && ctx.Err() == nil; {
-			b.begin()
-			b.n = copy(b.touches[:], rest)
-			rest = rest[b.n:]
-			slices.SortFunc(b.touches[:b.n], func(x, y Touch) int { return cmp.Compare(x.Frame, y.Frame) })
-			for i, t := range b.touches[:b.n] {
-				b.frames[i] = t.Frame
-			}
-			n, err := p.restoreBatch(w)
-			total += n
-			if err != nil {
-				return err
-			}
-		}
-		return ctx.Err()
-	})
+	res.Took = time.Since(start)
 	if err != nil && !errors.Is(err, ErrFatal) && ctx.Err() == nil {
 		err = fmt.Errorf("restore pages of sandbox %s: %w", p.name, err)
 	}
-	return total, err
+	return res, err
+}
+
+// take makes pages the batch, in ascending order.
+func (b *batch) take(pages []Touch) {
+	b.begin()
+	b.n = copy(b.touches[:], pages)
+	slices.SortFunc(b.touches[:b.n], func(x, y Touch) int { return cmp.Compare(x.Frame, y.Frame) })
+	for i, t := range b.touches[:b.n] {
+		b.frames[i] = t.Frame
+	}
 }
 
 // restoreBatch brings back the frames of the batch.
-func (p *Pager) restoreBatch(w *worker) (int, error) {
+func (p *Pager) restoreBatch(ctx context.Context, w *worker, res *RestoreResult) error {
 	b := &w.batch
 	start := time.Now()
-	mapped, installed := 0, 0
-	err := w.locked(p, func() (err error) {
-		mapped, err = p.collect(w)
+	if err := w.locked(p, func() error { return p.collect(w, res) }); err != nil {
 		return err
-	})
-	if err != nil {
-		return mapped, err
 	}
 	defer func() {
 		for i := range b.n {
@@ -71,101 +93,179 @@ func (p *Pager) restoreBatch(w *worker) (int, error) {
 			}
 		}
 	}()
+	wanted := 0
 	for i := range b.n {
-		if b.fates[i] != fateEncoded {
+		if !b.fates[i].installs() {
 			continue
 		}
-		if err := p.load(w.page(i), b.frames[i], b.before[i], w.codec); err != nil {
+		wanted++
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		if err := p.fill(w, i); err != nil {
 			p.abort(err)
-			return mapped, p.Err()
+			return p.Err()
 		}
 	}
-	err = w.locked(p, func() (err error) {
-		installed, err = p.installBatch(w)
-		return err
-	})
-	if installed > 0 {
-		p.stats.prefetch.recordN(time.Since(start), installed)
+	if wanted == 0 {
+		return ctx.Err()
 	}
-	return mapped + installed, err
+	before := res.Evicted
+	err := w.locked(p, func() error { return p.installBatch(ctx, w, res) })
+	if n := res.Evicted - before; n > 0 {
+		p.stats.prefetch.recordN(time.Since(start), n)
+	}
+	return err
 }
 
-// collect notes the evicted frames of the batch, with a reference to their entries, and
-// maps template and zero pages at once. Caller holds mu.
-func (p *Pager) collect(w *worker) (mapped int, err error) {
+// installs reports whether a page of a Restore is installed as a private one.
+func (f fate) installs() bool { return f == fateEncoded || f == fateFill }
+
+// fill puts the content of the i-th page into its place in the worker's buffer. It holds no
+// lock: the content of an evicted page is held by our reference, and that of the template's
+// never changes.
+func (p *Pager) fill(w *worker, i int) error {
+	b := &w.batch
+	dst := w.page(i)
+	if b.fates[i] == fateEncoded {
+		return p.load(dst, b.frames[i], b.before[i], w.codec)
+	}
+	image := p.image.Page(b.frames[i])
+	if image == nil || b.before[i] == entryZero {
+		*dst = units.Page{}
+		return nil
+	}
+	*dst = *image
+	return nil
+}
+
+// collect notes the frames of the batch that are to be installed, evicted ones with a
+// reference to their entries, and maps template and zero pages at once. Caller holds mu.
+func (p *Pager) collect(w *worker, res *RestoreResult) error {
 	b := &w.batch
 	if p.dead != nil {
 		b.n = 0
-		return 0, p.dead
+		return p.dead
 	}
 	for i := range b.n {
 		b.fates[i] = fateSkip
-		f := b.frames[i]
-		if int(f) >= p.table.frames || i > 0 && f == b.frames[i-1] {
-			continue
+		if int(b.frames[i]) < p.table.frames && (i == 0 || b.frames[i] != b.frames[i-1]) {
+			b.fates[i] = p.wants(b, i)
 		}
-		b.before[i] = p.table.load(f)
-		switch b.before[i].tag() {
-		case tagEvicted:
-			if p.cohort.Ref(b.before[i].ref()) != nil {
-				continue // damaged, or shared too often: a fault finds out which
-			}
-			b.fates[i] = fateEncoded
-		case tagTemplate:
-			b.fates[i] = fateEqual
-			if p.image.Hole(f) {
-				b.fates[i] = fateZero
-			}
-		case tagZero:
-			b.fates[i] = fateZero
-		case tagBusy, tagClean, tagKept, tagCount:
+		if b.fates[i] == fateSkip {
+			res.Present++
 		}
 	}
 	for _, want := range [...]fate{fateEqual, fateZero} {
 		runs := b.runs(w.runs[:0], func(i int) bool { return b.fates[i] == want })
 		for _, r := range runs {
 			extra := r.Pages
-			mapped += p.mapRest(r.Start, r.Start+units.Frame(r.Pages), want == fateZero, &extra)
+			mapped := p.mapRest(r.Start, r.Start+units.Frame(r.Pages), want == fateZero, &extra)
+			res.Shared += mapped
+			res.Present += r.Pages - mapped
 		}
 	}
-	return mapped, nil
+	return nil
 }
 
-// installBatch installs the decoded pages whose state did not change meanwhile. Our
-// reference keeps the handle from being used again, so an equal word means equal content.
-// Caller holds mu.
-func (p *Pager) installBatch(w *worker) (installed int, err error) {
+// wants says what a Restore does with the i-th page. Caller holds mu.
+func (p *Pager) wants(b *batch, i int) fate {
+	f := b.frames[i]
+	e := p.table.load(f)
+	b.before[i] = e
+	switch e.tag() {
+	case tagEvicted:
+		if p.cohort.Ref(e.ref()) != nil {
+			return fateSkip // damaged, or shared too often: a fault finds out which
+		}
+		return fateEncoded
+	case tagTemplate, tagZero:
+		if b.touches[i].Write {
+			return fateFill
+		}
+		if e == entryZero || p.image.Hole(f) {
+			return fateZero
+		}
+		return fateEqual
+	case tagBusy, tagClean, tagKept, tagCount:
+	}
+	return fateSkip
+}
+
+// installBatch installs the pages whose state did not change meanwhile. Our reference keeps
+// the entry from being used again, so an equal word means equal content: that of an Evicted
+// page is the entry's, and that of a Template or Zero page that is not mapped is the
+// template's or zeros. Caller holds mu, which is given away in between to faults.
+func (p *Pager) installBatch(ctx context.Context, w *worker, res *RestoreResult) error {
 	b := &w.batch
-	if p.dead != nil {
-		return 0, p.dead
-	}
-	still := func(i int) bool {
-		return b.fates[i] == fateEncoded && p.table.load(b.frames[i]) == b.before[i]
-	}
 	for i := 0; i < b.n; {
-		if !still(i) {
+		if p.dead != nil {
+			return p.dead
+		}
+		if !b.fates[i].installs() {
+			i++
+			continue
+		}
+		if p.table.load(b.frames[i]) != b.before[i] {
+			res.Lost++
 			i++
 			continue
 		}
 		j := i + 1
-		write := b.touches[i].Write
-		for j < b.n && b.frames[j] == b.frames[j-1]+1 && still(j) && b.touches[j].Write == write {
+		for j < b.n && j-i < installPages && p.installsWith(b, j) {
 			j++
 		}
-		done, err := p.mem.Copy(b.frames[i], w.pages.Data[i*units.PageSize:j*units.PageSize], !write)
-		for k := i; k < i+done; k++ {
-			if write {
-				p.table.store(b.frames[k], entryTemplate)
-				p.release(b.before[k].ref())
-				continue
-			}
-			p.table.store(b.frames[k], clean(b.before[k].ref()))
-		}
-		installed += done
+		done, err := p.installRun(w, i, j, res)
 		if err != nil {
-			return installed, p.fail(p.installError(b.frames[i+done], b.before[i+done], err))
+			return p.fail(err)
 		}
-		i = j
+		i += done
+		w.makeWay(p)
+		if err := ctx.Err(); err != nil {
+			return err
+		}
 	}
-	return installed, nil
+	return nil
+}
+
+// installsWith reports whether the j-th page can be installed by one call with the one before.
+func (p *Pager) installsWith(b *batch, j int) bool {
+	return b.fates[j].installs() && b.frames[j] == b.frames[j-1]+1 &&
+		b.touches[j].Write == b.touches[j-1].Write && p.table.load(b.frames[j]) == b.before[j]
+}
+
+// installRun installs the pages i to j-1 of the batch, which are neighbours, and returns how
+// many of them are done with. Caller holds mu.
+func (p *Pager) installRun(w *worker, i, j int, res *RestoreResult) (done int, err error) {
+	b := &w.batch
+	write := b.touches[i].Write
+	done, err = p.mem.Copy(b.frames[i], w.pages.Data[i*units.PageSize:j*units.PageSize], !write)
+	for k := i; k < i+done; k++ {
+		p.installed(b, k, write, res)
+	}
+	if err == nil {
+		return j - i, nil
+	}
+	k := i + done
+	if b.fates[k] == fateFill && errors.Is(err, guestmem.ErrExists) {
+		res.Present++ // it is mapped: then the mapping is the truth
+		return done + 1, nil
+	}
+	return done, p.installError(b.frames[k], b.before[k], err)
+}
+
+// installed publishes the new word of the k-th page. Caller holds mu.
+func (p *Pager) installed(b *batch, k int, write bool, res *RestoreResult) {
+	f, e := b.frames[k], b.before[k]
+	switch {
+	case b.fates[k] == fateFill:
+		res.Private++
+		return
+	case write:
+		p.table.store(f, entryTemplate)
+		p.release(e.ref())
+	default:
+		p.table.store(f, clean(e.ref()))
+	}
+	res.Evicted++
 }

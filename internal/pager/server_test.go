@@ -131,19 +131,19 @@ func TestTouchedFramesAreThoseThatFaulted(t *testing.T) {
 	r := newRig(t, 4096, 1, func(o *Options) { o.FaultAround = 1 }).serve()
 	r.write(4000, textPage(1))
 	r.write(6, textPage(2))
-	if d := cmp.Diff([]Touch{{6, true}, {4000, true}}, r.pager.DrainTouched(nil)); d != "" {
+	if d := cmp.Diff([]Touch{{4000, true, KindZero}, {6, true, KindTemplate}}, r.pager.DrainTouched(nil)); d != "" {
 		t.Errorf("after writes (-want +got):\n%s", d)
 	}
 	r.evict()
 	if got := r.pager.DrainTouched(nil); got != nil {
 		t.Errorf("after a pass: %v, want none", got)
 	}
-	if n, err := r.pager.Restore(context.Background(), reads(6, 4000, 4000, 9999)); err != nil || n != 2 {
-		t.Errorf("restore: %d, %v, want 2", n, err)
+	if got, err := r.pager.Restore(context.Background(), reads(6, 4000, 4000, 9999), Needed); err != nil || got.Evicted != 2 || got.Present != 2 {
+		t.Errorf("restore: %+v, %v, want 2, and 2 of no use", got, err)
 	}
 	r.read(6) // restored ahead: no fault tells
 	r.poke(4000, 1)
-	if d := cmp.Diff([]Touch{{1, false}, {4000, true}}, r.pager.DrainTouched(reads(1))); d != "" {
+	if d := cmp.Diff([]Touch{{Frame: 1}, {4000, true, KindProtected}}, r.pager.DrainTouched(reads(1))); d != "" {
 		t.Errorf("after a restore (-want +got):\n%s", d)
 	}
 }
@@ -155,8 +155,8 @@ func TestAPageRestoredForWritingTakesTheWriteWithoutAFault(t *testing.T) {
 	}
 	r.evict()
 	before := r.pager.Stats()
-	if n, err := r.pager.Restore(context.Background(), []Touch{{5, true}, {6, false}, {7, true}, {8, true}}); err != nil || n != 4 {
-		t.Fatalf("restore: %d, %v, want 4", n, err)
+	if got, err := r.pager.Restore(context.Background(), []Touch{{Frame: 5, Write: true}, {Frame: 6}, {Frame: 7, Write: true}, {Frame: 8, Write: true}}, Needed); err != nil || got.Evicted != 4 {
+		t.Fatalf("restore: %+v, %v, want 4", got, err)
 	}
 	if u, err := r.pager.Usage(); err != nil || u.Kept != 1 {
 		t.Errorf("after the restore: %+v, %v; want one page with an entry, the one not to be written", u, err)

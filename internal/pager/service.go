@@ -34,8 +34,13 @@ func (p *Pager) lockFault() {
 // handle serves one fault that was read from the kernel at `since`. It does not allocate
 // unless the sandbox fails. Only fault threads call it.
 func (p *Pager) handle(f guestmem.Fault, w *faultWorker, since time.Time) {
-	if out := p.handleLocked(f, w); out != outcomeDead {
-		p.account(out, time.Since(since))
+	out := p.handleLocked(f, w)
+	if out == outcomeDead {
+		return
+	}
+	p.account(out, time.Since(since))
+	if out != outcomeStale {
+		p.tell()
 	}
 }
 
@@ -50,8 +55,26 @@ func (p *Pager) handleLocked(f guestmem.Fault, w *faultWorker) outcome {
 		_ = p.fail(err)
 		return outcomeDead
 	}
-	p.table.mark(f.Frame, f.Write || f.WP)
+	if out != outcomeStale && !p.touched.add(Touch{Frame: f.Frame, Write: f.Write || f.WP, Kind: out.kind()}) {
+		p.stats.touchesLost.Add(1)
+	}
 	return out
+}
+
+// kind returns what the guest waited for.
+func (o outcome) kind() Kind {
+	switch o {
+	case outcomeTemplate:
+		return KindTemplate
+	case outcomeZero:
+		return KindZero
+	case outcomeRestore, outcomeRestoreWrite:
+		return KindEvicted
+	case outcomeCancelled, outcomeDirtied:
+		return KindProtected
+	case outcomeStale, outcomeDead:
+	}
+	return KindUnknown
 }
 
 func (p *Pager) account(out outcome, took time.Duration) {

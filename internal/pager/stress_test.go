@@ -61,7 +61,7 @@ func (r *rig) disturb(ctx context.Context) error {
 	for i := range some {
 		some[i] = units.Frame(rand.IntN(r.im.Frames() + 5))
 	}
-	_, err := r.pager.Restore(ctx, mixed(some))
+	_, err := r.pager.Restore(ctx, mixed(some), Needed)
 	return err
 }
 
@@ -85,7 +85,7 @@ func TestThreadsThatWantTheSamePagesAllGetThem(t *testing.T) {
 			})
 		}
 		wg.Go(func() {
-			if _, err := r.pager.Restore(context.Background(), reads(1, 2, 3, 4, 50, 51, 52, 250)); err != nil {
+			if _, err := r.pager.Restore(context.Background(), reads(1, 2, 3, 4, 50, 51, 52, 250), Needed); err != nil {
 				t.Error(err)
 			}
 		})

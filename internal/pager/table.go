@@ -2,7 +2,6 @@ package pager
 
 import (
 	"errors"
-	"math/bits"
 	"os"
 	"sync/atomic"
 
@@ -105,12 +104,12 @@ const (
 )
 
 // To give a page back and to have it again takes 7 and 10 us at best, and 45 us with a busy
-// neighbour. So a store, which a fault may wait for, gives back four pages at a time. drain,
-// which comes once a call, gives back all but what 32 new cells need: without them, a page
+// neighbour. So a store, which a fault may wait for, gives back four pages at a time. tidy,
+// which comes once a pass, gives back all but what 32 new cells need: without them, a page
 // might come and go with each leaf.
 const (
 	storeSlack = 4 * pageStride
-	drainSlack = 32
+	tidySlack  = 32
 )
 
 // A tree leads from a region's root cells to its leaves: cells without a child.
@@ -228,8 +227,8 @@ func (a arena) leads(n uint32) bool {
 }
 
 // A table is the page table of one sandbox: for each frame a word, and a mark if it was
-// seen being touched, or written. It is a memory file whose pages come with what is stored
-// and go when the words are Template again and the marks drained: about 9 bytes a word, as
+// brought ahead of its use. It is a memory file whose pages come with what is stored
+// and go when the words are Template again and the marks removed: about 9 bytes a word, as
 // pages lie in a clone. Beside that file there is nothing that a restarted daemon would need.
 //
 // All is done under Pager.mu, but for load, which may be called from anywhere: a pass asks
@@ -359,49 +358,6 @@ func (t *table) each(visit func(f units.Frame, e entry) bool) {
 	}
 }
 
-// mark notes that a frame was seen being touched, or written. Caller holds Pager.mu.
-func (t *table) mark(f units.Frame, write bool) {
-	if invariant.Enabled {
-		invariant.Check(int(f) < t.frames, "a frame of the guest is marked")
-	}
-	a, _ := t.region(f)
-	leaf := a.cell(a.grow(markTree, f))
-	i := uint32(f) % (cellWords / 2 * 32)
-	set := func(word *atomic.Uint32) {
-		if old := word.Load(); old&(1<<(i%32)) == 0 { // stores are dear
-			word.Store(old | 1<<(i%32))
-		}
-	}
-	set(&leaf[i/32])
-	if write {
-		set(&leaf[cellWords/2+i/32])
-	}
-}
-
-// drain appends the marked frames to dst in ascending order and unmarks them. Caller
-// holds Pager.mu.
-func (t *table) drain(dst []Touch) []Touch {
-	for f := units.Frame(0); int(f) < t.frames; {
-		a, at := t.region(f)
-		n, next := a.find(markTree, f)
-		if n != 0 {
-			leaf := a.cell(n)
-			for i := range units.Frame(cellWords / 2) {
-				written := leaf[cellWords/2+i].Swap(0)
-				for set := leaf[i].Swap(0); set != 0; set &= set - 1 {
-					bit := bits.TrailingZeros32(set)
-					dst = append(dst, Touch{Frame: f + i*32 + units.Frame(bit), Write: written&(1<<bit) != 0})
-				}
-			}
-			t.prune(markTree, f, storeSlack)
-		}
-		if f = next; f%(1<<frameShift) == 0 || int(f) >= t.frames {
-			t.trim(a, at, drainSlack)
-		}
-	}
-	return dst
-}
-
 // prune frees the empty leaf of a frame and what leads to nothing without it, and lets
 // the arena keep memory for so many cells more than it has.
 func (t *table) prune(tr tree, f units.Frame, slack uint32) {
@@ -481,7 +437,7 @@ func (t *table) trim(a arena, at int, slack uint32) {
 	if (end+slack+pageStride-1)/pageStride >= backed {
 		return
 	}
-	keep := (end + drainSlack + pageStride - 1) / pageStride
+	keep := (end + tidySlack + pageStride - 1) / pageStride
 	// To the end: a load that lost a race may have made a page beyond resident.
 	off := int64(keep) * units.PageSize
 	if hostmem.PunchHole(t.file, int64(at)*4+off, int64(len(a))*4-off) == nil { // else counted, and tried again

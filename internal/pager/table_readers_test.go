@@ -127,7 +127,7 @@ func TestALoadIsOfItsFrameAndNotOlderThanItBegan(t *testing.T) {
 			tab.mark(units.Frame(rng.IntN(frames)), true)
 		}
 		if rng.IntN(512) == 0 {
-			tab.drain(nil)
+			unmarkAll(tab)
 		}
 	}
 	for loads.Load() == 0 && !t.Failed() {

@@ -121,7 +121,7 @@ func checkTable(tab *table, wantWords, wantMarks int) error {
 type tableModel struct {
 	*table
 	words map[units.Frame]entry
-	marks map[units.Frame]bool // written too
+	marks map[units.Frame]bool // by a fault around
 	frame *rapid.Generator[units.Frame]
 	word  *rapid.Generator[entry]
 }
@@ -153,15 +153,19 @@ func (m *tableModel) put(f units.Frame, e entry) {
 	}
 }
 
-func (m *tableModel) checkDrain(rt *rapid.T) {
-	var want []Touch
+func (m *tableModel) checkMark(rt *rapid.T, f units.Frame) {
+	around, want := m.marks[f]
+	if marked, by := m.unmark(f); marked != want || by != around {
+		rt.Fatalf("frame %d is marked %v, %v, want %v, %v", f, marked, by, want, around)
+	}
+	delete(m.marks, f)
+}
+
+func (m *tableModel) checkMarks(rt *rapid.T) {
 	for _, f := range slices.Sorted(maps.Keys(m.marks)) {
-		want = append(want, Touch{Frame: f, Write: m.marks[f]})
+		m.checkMark(rt, f)
 	}
-	if d := cmp.Diff(want, m.drain(nil)); d != "" {
-		rt.Fatalf("drained (-want +got):\n%s", d)
-	}
-	clear(m.marks)
+	m.tidy()
 }
 
 func (m *tableModel) checkEach(rt *rapid.T, forget bool) {
@@ -213,9 +217,9 @@ func TestTheTableIsAMapOfWords(t *testing.T) {
 				}
 			},
 			"mark": func(rt *rapid.T) {
-				f, write := m.frame.Draw(rt, "frame"), rapid.Bool().Draw(rt, "write")
-				m.mark(f, write)
-				m.marks[f] = m.marks[f] || write
+				f, around := m.frame.Draw(rt, "frame"), rapid.Bool().Draw(rt, "around")
+				m.mark(f, around)
+				m.marks[f] = around
 			},
 			"load": func(rt *rapid.T) {
 				f := m.frame.Draw(rt, "frame")
@@ -223,13 +227,14 @@ func TestTheTableIsAMapOfWords(t *testing.T) {
 					rt.Fatalf("frame %d is %#x, want %#x", f, uint32(got), uint32(want))
 				}
 			},
-			"drain":      m.checkDrain,
+			"unmark":     func(rt *rapid.T) { m.checkMark(rt, m.frame.Draw(rt, "frame")) },
+			"unmark all": m.checkMarks,
 			"each":       func(rt *rapid.T) { m.checkEach(rt, false) },
 			"forget all": func(rt *rapid.T) { m.checkEach(rt, true) },
 			"":           m.checkStructure,
 		})
 		m.checkEach(rt, true)
-		m.checkDrain(rt)
+		m.checkMarks(rt)
 		m.checkStructure(rt)
 		regions := (m.frames + 1<<frameShift - 1) >> frameShift
 		if got := occupied(t, m.table); got > units.Bytes(regions)*units.PageSize+goSide {
@@ -248,7 +253,7 @@ func TestATableOfAllFramesFitsIntoItsMemory(t *testing.T) {
 		if err := checkTable(tab, (frames+7)/8, (frames+127)/128); err != nil {
 			t.Errorf("%d frames: %v", frames, err)
 		}
-		if got := len(tab.drain(nil)); got != frames {
+		if got := unmarkAll(tab); got != frames {
 			t.Errorf("%d of %d marks", got, frames)
 		}
 		perFrame := float64(occupied(t, tab)-goSide-2*units.PageSize) / float64(frames)
@@ -300,7 +305,7 @@ func TestTheTableOfAScatteredCloneIsSmall(t *testing.T) {
 			tab.store(f, entryBusy)
 		}
 		marked := occupied(t, tab)
-		tab.drain(nil)
+		unmarkAll(tab)
 		for i, f := range frames {
 			tab.store(f, evicted(cohort.Ref(i+1)))
 		}
@@ -335,7 +340,7 @@ func TestAHistoryOfWordsLeavesNoTrace(t *testing.T) {
 			tab.store(f, entryBusy)
 			tab.mark(f, false)
 		}
-		tab.drain(nil)
+		unmarkAll(tab)
 		rng.Shuffle(len(other), func(i, j int) { other[i], other[j] = other[j], other[i] })
 		for _, f := range other {
 			tab.store(f, entryTemplate)
@@ -344,7 +349,7 @@ func TestAHistoryOfWordsLeavesNoTrace(t *testing.T) {
 	for _, f := range frames {
 		tab.store(f, evicted(2))
 	}
-	tab.drain(nil)
+	unmarkAll(tab)
 	if got := occupied(t, tab); got > before+units.PageSize {
 		t.Errorf("the same frames occupy %d bytes, %d before", got, before)
 	}
@@ -352,9 +357,9 @@ func TestAHistoryOfWordsLeavesNoTrace(t *testing.T) {
 		tab.store(f, entryTemplate)
 	}
 	if got := occupied(t, tab); got > fresh+5*units.PageSize {
-		t.Errorf("without words it occupies %d bytes before a drain, fresh %d", got, fresh)
+		t.Errorf("without words it occupies %d bytes before it is tidied, fresh %d", got, fresh)
 	}
-	tab.drain(nil)
+	unmarkAll(tab)
 	if got := occupied(t, tab); got > fresh+units.PageSize {
 		t.Errorf("without words it occupies %d bytes, fresh %d", got, fresh)
 	}
@@ -371,7 +376,6 @@ func TestAHistoryOfWordsLeavesNoTrace(t *testing.T) {
 func TestAFaultAllocatesNothingInTheTable(t *testing.T) {
 	tab := openTable(t, testFrames)
 	frames := scatter(rand.New(rand.NewPCG(3, 3)), testFrames)
-	var touched []Touch
 	pass := func() {
 		for _, f := range frames {
 			tab.mark(f, true)
@@ -381,7 +385,7 @@ func TestAFaultAllocatesNothingInTheTable(t *testing.T) {
 		for _, f := range frames {
 			tab.store(f, entryTemplate)
 		}
-		touched = tab.drain(touched[:0])
+		unmarkAll(tab)
 	}
 	pass()
 	if n := testing.AllocsPerRun(3, pass); n != 0 {
@@ -416,4 +420,20 @@ func TestTheGoSideOfTheTableIsCounted(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+}
+
+// unmarkAll removes all marks and tidies the table.
+func unmarkAll(t *table) (n int) {
+	for f := units.Frame(0); int(f) < t.frames; {
+		a, _ := t.region(f)
+		leaf, next := a.find(markTree, f)
+		for ; leaf != 0 && f < next && int(f) < t.frames; f++ {
+			if marked, _ := t.unmark(f); marked {
+				n++
+			}
+		}
+		f = next
+	}
+	t.tidy()
+	return n
 }

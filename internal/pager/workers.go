@@ -7,6 +7,7 @@ import (
 	"runtime"
 	"runtime/debug"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/agentzip/agentzip/internal/cohort"
@@ -29,7 +30,8 @@ const (
 // sandbox's pass. Safe for concurrent use.
 type Workers struct {
 	encoding  chan *worker // a token for each free place; nil: not made yet
-	restoring chan *worker // the same
+	restoring turns
+	restores  atomic.Int32 // Restores that run or wait: encoding stands back
 
 	mu     sync.Mutex
 	made   []*worker // guarded by mu
@@ -39,10 +41,10 @@ type Workers struct {
 // NewWorkers returns n places for encoding and n for restoring. A place costs about
 // 1 MiB from its first use on.
 func NewWorkers(n int) *Workers {
-	ws := &Workers{encoding: make(chan *worker, n), restoring: make(chan *worker, n)}
+	ws := &Workers{encoding: make(chan *worker, n)}
+	ws.restoring.free = make([]*worker, n)
 	for range n {
 		ws.encoding <- nil
-		ws.restoring <- nil
 	}
 	return ws
 }
@@ -61,21 +63,23 @@ type worker struct {
 	rest  int  // niceness of the current thread outside locks
 	nice  int  // its niceness now
 	tuned bool // it may change its niceness
+
+	held time.Time // since when it holds a pager's mutex
 }
 
-// take waits for a place.
-func (ws *Workers) take(ctx context.Context, places chan *worker) (*worker, error) {
+// takeEncoding waits for a place for encoding.
+func (ws *Workers) takeEncoding(ctx context.Context) (*worker, error) {
 	select {
-	case w := <-places:
+	case w := <-ws.encoding:
 		if w != nil {
 			return w, nil
 		}
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
-	w, err := ws.newWorker(places == ws.encoding)
+	w, err := ws.newWorker(true)
 	if err != nil {
-		places <- nil
+		ws.encoding <- nil
 	}
 	return w, err
 }
@@ -123,7 +127,7 @@ func (w *worker) page(i int) *units.Page {
 // encoding priority, and waits. The thread ends with fn, so that its niceness troubles
 // nobody. A panic of fn becomes an error.
 func (ws *Workers) encode(ctx context.Context, fn func(w *worker) error) error {
-	w, err := ws.take(ctx, ws.encoding)
+	w, err := ws.takeEncoding(ctx)
 	if err != nil {
 		return err
 	}
@@ -149,17 +153,40 @@ func (ws *Workers) encode(ctx context.Context, fn func(w *worker) error) error {
 // errPanic: a pass ran into a bug of ours. The states of its batch are unknown.
 var errPanic = errors.New("panic in a pass")
 
-// restore runs fn at a place for restoring, on the caller's goroutine.
-func (ws *Workers) restore(ctx context.Context, fn func(w *worker) error) error {
-	w, err := ws.take(ctx, ws.restoring)
+// restore runs fn at a place for restoring, on the caller's goroutine, when it is p's turn.
+func (ws *Workers) restore(ctx context.Context, p *Pager, class Class, fn func(w *worker) error) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	w, err := ws.restoring.take(ctx, p, class)
 	if err != nil {
 		return err
 	}
-	defer func() { ws.restoring <- w }()
+	if w == nil {
+		w, err = ws.newWorker(false)
+	}
+	defer func() { ws.restoring.give(w) }()
+	if err != nil {
+		return err
+	}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	w.rest, w.nice, w.tuned = 0, 0, true
 	return fn(w)
+}
+
+// standBackFor bounds for how long a batch of a pass stands back for restores: its pages are
+// protected all the while. Halved, a storm of restores has the encoder on its core; doubled,
+// a page that the guest writes meanwhile is more likely encoded in vain.
+const standBackFor = 5 * time.Millisecond
+
+// standBack waits while restores run, at most for what is left of standBackFor. ctx ends it.
+func (ws *Workers) standBack(ctx context.Context, left *time.Duration) {
+	const step = 100 * time.Microsecond // and so much is added to the time of a cancellation
+	for ws.restores.Load() > 0 && *left > 0 && ctx.Err() == nil {
+		*left -= step
+		time.Sleep(step)
+	}
 }
 
 func (w *worker) setNice(n int) {
@@ -178,10 +205,10 @@ func (w *worker) locked(p *Pager, fn func() error) error {
 	w.setNice(niceLocked)
 	defer w.setNice(w.rest)
 	p.mu.Lock()
-	start := time.Now()
+	w.held = time.Now()
 	defer func() {
 		p.mu.Unlock()
-		p.stats.held.record(time.Since(start))
+		p.stats.held.record(time.Since(w.held))
 	}()
 	return fn()
 }
@@ -192,8 +219,10 @@ func (w *worker) makeWay(p *Pager) {
 		return
 	}
 	p.mu.Unlock()
+	p.stats.held.record(time.Since(w.held))
 	for spin := 0; p.waiting.Load() > 0 && spin < 1000; spin++ {
 		runtime.Gosched()
 	}
 	p.mu.Lock()
+	w.held = time.Now()
 }

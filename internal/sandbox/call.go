@@ -119,7 +119,7 @@ func (s *Sandbox) restoreAhead(ctx context.Context) (stop func()) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		if _, err := s.pager.Restore(ctx, pages); err != nil && ctx.Err() == nil {
+		if _, err := s.pager.Restore(ctx, pages, pager.Needed); err != nil && ctx.Err() == nil {
 			s.log.Warn("restore ahead of a call", "err", err)
 		}
 	}()

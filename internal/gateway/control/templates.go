@@ -1,0 +1,148 @@
+package control
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/agentzip/agentzip/api/gen/rest"
+	"github.com/agentzip/agentzip/internal/gateway/lifecycle"
+	"github.com/agentzip/agentzip/internal/gateway/store"
+)
+
+// resolve finds what a sandbox is made from: a snapshot, an alias or a template.
+func (a *API) resolve(rec *store.Sandbox) error {
+	s, ok, err := a.snapshot(rec.Team, rec.Requested)
+	if err != nil {
+		return err
+	}
+	if ok {
+		rec.Snapshot, rec.Template, rec.Requested = s.Key, s.Template, s.ID
+		rec.CPUs, rec.MemoryMB, rec.DiskMB = s.CPUs, s.MemoryMB, s.DiskMB
+		if rec.Cohort == "" {
+			rec.Cohort = s.Cohort // siblings of the source share pages with it
+		}
+		return nil
+	}
+	facts, err := a.template(rec.Requested)
+	if err != nil {
+		return err
+	}
+	rec.Template, rec.CPUs, rec.MemoryMB, rec.DiskMB = facts.Name, facts.CPUs, facts.MemoryMB, facts.DiskMB
+	return nil
+}
+
+// template finds a template by name or alias; a tag must be the default one.
+func (a *API) template(id string) (lifecycle.Facts, error) {
+	name, tag, tagged := strings.Cut(id, ":")
+	if tagged && tag != defaultTag && tag != "latest" {
+		return lifecycle.Facts{}, refuse(http.StatusNotFound, "template %q not found: tags are not supported", id)
+	}
+	facts, err := a.opts.Backend.Template(name)
+	if errors.Is(err, lifecycle.ErrNoTemplate) {
+		if target := a.opts.Aliases[name]; target != "" {
+			facts, err = a.opts.Backend.Template(target)
+		}
+	}
+	if errors.Is(err, lifecycle.ErrNoTemplate) {
+		return facts, refuse(http.StatusNotFound, "template %q not found", id)
+	}
+	return facts, err
+}
+
+// GetAlias is GET /templates/aliases/{alias}.
+func (a *API) GetAlias(ctx context.Context, r rest.GetAliasRequestObject) (rest.GetAliasResponseObject, error) {
+	if s, ok, err := a.snapshot(team(ctx), r.Alias); err != nil {
+		return nil, err
+	} else if ok {
+		return rest.GetAlias200JSONResponse{TemplateID: s.ID}, nil
+	}
+	facts, err := a.template(r.Alias)
+	if err != nil {
+		return nil, err
+	}
+	return rest.GetAlias200JSONResponse{TemplateID: facts.Name}, nil
+}
+
+func (a *API) templates() ([]rest.Template, error) {
+	all, err := a.opts.Backend.Templates()
+	if err != nil {
+		return nil, err
+	}
+	list := make([]rest.Template, 0, len(all))
+	for _, f := range all {
+		names := []string{f.Name}
+		for alias, target := range a.opts.Aliases {
+			if target == f.Name && alias != f.Name {
+				names = append(names, alias)
+			}
+		}
+		list = append(list, rest.Template{
+			TemplateID: f.Name, BuildID: f.Name, CpuCount: f.CPUs, MemoryMB: f.MemoryMB, DiskSizeMB: f.DiskMB,
+			Aliases: names, Names: names, CreatedAt: stamp(f.Created), UpdatedAt: stamp(f.Created),
+			EnvdVersion: a.opts.Agent, BuildCount: 1, BuildStatus: "ready",
+		})
+	}
+	return list, nil
+}
+
+// ListTemplates is GET /v2/templates.
+func (a *API) ListTemplates(context.Context, rest.ListTemplatesRequestObject) (rest.ListTemplatesResponseObject, error) {
+	list, err := a.templates()
+	if err != nil {
+		return nil, err
+	}
+	return rest.ListTemplates200JSONResponse{TemplatesJSONResponse: list}, nil
+}
+
+// ListTemplatesV1 is GET /templates.
+func (a *API) ListTemplatesV1(context.Context, rest.ListTemplatesV1RequestObject) (rest.ListTemplatesV1ResponseObject, error) {
+	list, err := a.templates()
+	if err != nil {
+		return nil, err
+	}
+	return rest.ListTemplatesV1200JSONResponse{TemplatesJSONResponse: list}, nil
+}
+
+// DeleteTemplate is DELETE /templates/{id}, which deletes snapshots. Templates
+// are the host's, not a team's.
+func (a *API) DeleteTemplate(ctx context.Context, r rest.DeleteTemplateRequestObject) (rest.DeleteTemplateResponseObject, error) {
+	ok, err := a.forget(team(ctx), r.TemplateID)
+	if err != nil {
+		return nil, err
+	}
+	if !ok {
+		if _, err := a.template(r.TemplateID); err == nil {
+			return nil, refuse(http.StatusForbidden, "template %q belongs to the host: remove it with `agentzip template rm`", r.TemplateID)
+		}
+		return nil, refuse(http.StatusNotFound, "template %q not found", r.TemplateID)
+	}
+	return rest.DeleteTemplate204Response{}, nil
+}
+
+var errNoBuilds = &apiError{status: http.StatusNotImplemented, message: "templates are built on the host: `agentzip template build`"}
+
+// CreateTemplate is POST /v3/templates.
+func (a *API) CreateTemplate(context.Context, rest.CreateTemplateRequestObject) (rest.CreateTemplateResponseObject, error) {
+	return nil, errNoBuilds
+}
+
+// GetTemplateUpload is GET /templates/{id}/files/{hash}.
+func (a *API) GetTemplateUpload(context.Context, rest.GetTemplateUploadRequestObject) (rest.GetTemplateUploadResponseObject, error) {
+	return nil, errNoBuilds
+}
+
+// StartBuild is POST /v2/templates/{id}/builds/{build}.
+func (a *API) StartBuild(context.Context, rest.StartBuildRequestObject) (rest.StartBuildResponseObject, error) {
+	return nil, errNoBuilds
+}
+
+// GetBuild is GET /templates/{id}/builds/{build}/status.
+func (a *API) GetBuild(context.Context, rest.GetBuildRequestObject) (rest.GetBuildResponseObject, error) {
+	return nil, errNoBuilds
+}
+
+// sampleAge is how old the last measurement may be; clients poll every few seconds.
+const sampleAge = 4 * time.Second

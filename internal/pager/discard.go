@@ -121,6 +121,10 @@ func (p *Pager) discardLocked(r guestmem.Run, d *discarder) error {
 			return p.fail(fmt.Errorf("clear markers of %d reported pages from frame %d: %w", run.Pages, run.Start, err))
 		}
 	}
+	for _, run := range runs {
+		p.regions.discarded(run.Start)
+		p.regions.discarded(run.Start + units.Frame(run.Pages-1))
+	}
 	p.discards++
 	p.stats.discarded.Add(uint64(bits.OnesCount64(drop)))
 	return nil

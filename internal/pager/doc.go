@@ -24,7 +24,7 @@
 //
 //	Template/Zero/Kept --protect, read--> Busy --publish, drop--> Evicted(r)
 //	Busy --equal to the image's page, publish, drop--> Template
-//	Busy --all zeros, publish, drop--> Zero
+//	Busy --all zeros, publish, drop--> Zero                       (both: mapped back, see mapback.go)
 //	Busy --does not shrink, unprotect--> Kept
 //	Busy --pass cancelled after its encoding was verified--> Clean(r)
 //	Busy --pass given up, unprotect--> what it was
@@ -81,7 +81,8 @@
 //     a drop by this package unmaps a page of the guest: the shim takes over what the VMM
 //     would drop by itself.
 //  5. CONTINUE is issued only for Template (and Kept) where the image has a page, ZEROPAGE only
-//     for Zero and for Template where it has none, both under the mutex. So a stale
+//     for Zero and for Template where it has none, both under the mutex, whoever maps: a fault
+//     with neighbours, a Restore, or a pass that maps shared pages back. So a stale
 //     template page can never cover an evicted one. COPY is issued for Evicted with the page
 //     that r names, and for Template and Zero with what the first table says that a page that is
 //     not mapped contains; the kernel refuses it where a page is mapped. It too is issued under

@@ -108,6 +108,10 @@ func (p *Pager) pass(ctx context.Context, w *worker, res *EvictResult) error {
 	if failed == nil && err == nil {
 		next()
 	}
+	if failed == nil && err == nil && !p.leave {
+		failed = p.populate(ctx, w)
+	}
+	p.tidy()
 	if err := errors.Join(err, failed); err != nil {
 		return err
 	}
@@ -117,6 +121,14 @@ func (p *Pager) pass(ctx context.Context, w *worker, res *EvictResult) error {
 		full = fmt.Errorf("%d pages stay: %w", res.Abandoned, cohort.ErrFull)
 	}
 	return errors.Join(full, b.verify)
+}
+
+// tidy gives back what the table and the log of touches have in memory and do not need.
+func (p *Pager) tidy() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.table.tidy()
+	p.touched.trim()
 }
 
 // A fate is what a pass decided about a page of its batch.
@@ -192,7 +204,14 @@ func (p *Pager) evictBatch(ctx context.Context, w *worker, res *EvictResult) err
 			p.encode(w, i) //nolint:contextcheck // a store waits 5 ms at most
 		}
 	}
-	return w.locked(p, func() error { return p.publishBatch(w, ctx.Err() == nil, res) })
+	return w.locked(p, func() error {
+		drop := ctx.Err() == nil
+		if err := p.publishBatch(w, drop, res); err != nil || !drop || p.leave {
+			return err
+		}
+		p.mapBack(w)
+		return nil
+	})
 }
 
 // protectBatch makes the pages that may be encoded Busy and write-protects them, run by
@@ -271,7 +290,9 @@ func (p *Pager) publishBatch(w *worker, drop bool, res *EvictResult) error {
 	b := &w.batch
 	var dropped, released [BatchPages]bool
 	for i := range b.n {
-		dropped[i], released[i] = p.publish(b, i, drop, res)
+		if dropped[i], released[i] = p.publish(b, i, drop, res); dropped[i] {
+			p.regions.dropped(b.frames[i])
+		}
 	}
 	dead := p.dead
 	runs := b.runs(w.runs[:0], func(i int) bool { return released[i] })

@@ -39,6 +39,8 @@ type situation struct {
 	// needsServer: the guest's own access, of the kind of the event, must not be possible
 	// without a server afterwards: the event was stale and the access comes back.
 	needsServer [3]bool
+
+	mappedBack bool // passes map shared pages back
 }
 
 func poked(f units.Frame, p *units.Page) *units.Page {
@@ -49,68 +51,85 @@ func poked(f units.Frame, p *units.Page) *units.Page {
 var situations = []situation{
 	{"template, page not mapped", pageFrame, func(_ *rig, f units.Frame) *units.Page {
 		return guestmemtest.Base(f)
-	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{false, false, true}},
+	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{false, false, true}, false},
 	{"template, hole not mapped", holeFrame, func(_ *rig, f units.Frame) *units.Page {
 		return guestmemtest.Base(f)
-	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{false, false, true}},
+	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{false, false, true}, false},
 	{"template, the image's page mapped", pageFrame, func(r *rig, f units.Frame) *units.Page {
 		return r.read(f)
-	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{}},
+	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{}, false},
 	{"template, zero page mapped in a hole", holeFrame, func(r *rig, f units.Frame) *units.Page {
 		return r.read(f)
-	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{}},
+	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{}, false},
 	{"template, private page mapped", pageFrame, func(r *rig, f units.Frame) *units.Page {
 		r.poke(f, token)
 		return poked(f, guestmemtest.Base(f))
-	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{}},
+	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{}, false},
 	{"template, dropped because equal", pageFrame, func(r *rig, f units.Frame) *units.Page {
 		r.poke(f, token)
 		r.write(f, guestmemtest.Base(f))
 		r.evict()
 		return guestmemtest.Base(f)
-	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{false, false, true}},
+	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{false, false, true}, false},
 	{"template, dropped because zeros in a hole", holeFrame, func(r *rig, f units.Frame) *units.Page {
 		r.poke(f, token)
 		r.write(f, zeroPage())
 		r.evict()
 		return zeroPage()
-	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{false, false, true}},
+	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{false, false, true}, false},
+	{"template, mapped back when dropped because equal", pageFrame, func(r *rig, f units.Frame) *units.Page {
+		r.poke(f, token)
+		r.write(f, guestmemtest.Base(f))
+		r.evict()
+		return guestmemtest.Base(f)
+	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{}, true},
+	{"template, mapped back when dropped because zeros in a hole", holeFrame, func(r *rig, f units.Frame) *units.Page {
+		r.poke(f, token)
+		r.write(f, zeroPage())
+		r.evict()
+		return zeroPage()
+	}, tagTemplate, [3]tag{tagTemplate, tagTemplate, tagTemplate}, [3]bool{}, true},
+	{"zero, mapped back", pageFrame, func(r *rig, f units.Frame) *units.Page {
+		r.write(f, zeroPage())
+		r.evict()
+		return zeroPage()
+	}, tagZero, [3]tag{tagZero, tagZero, tagZero}, [3]bool{}, true},
 	{"kept, private page mapped", pageFrame, func(r *rig, f units.Frame) *units.Page {
 		r.write(f, randomPage(1))
 		r.evict()
 		return randomPage(1)
-	}, tagKept, [3]tag{tagKept, tagKept, tagKept}, [3]bool{}},
+	}, tagKept, [3]tag{tagKept, tagKept, tagKept}, [3]bool{}, false},
 	{"zero, not mapped", pageFrame, func(r *rig, f units.Frame) *units.Page {
 		r.write(f, zeroPage())
 		r.evict()
 		return zeroPage()
-	}, tagZero, [3]tag{tagZero, tagZero, tagZero}, [3]bool{false, false, true}},
+	}, tagZero, [3]tag{tagZero, tagZero, tagZero}, [3]bool{false, false, true}, false},
 	{"zero, zero page mapped", pageFrame, func(r *rig, f units.Frame) *units.Page {
 		r.write(f, zeroPage())
 		r.evict()
 		return r.read(f)
-	}, tagZero, [3]tag{tagZero, tagZero, tagZero}, [3]bool{}},
+	}, tagZero, [3]tag{tagZero, tagZero, tagZero}, [3]bool{}, false},
 	{"zero, private page mapped", pageFrame, func(r *rig, f units.Frame) *units.Page {
 		r.write(f, zeroPage())
 		r.evict()
 		r.poke(f, token)
 		return poked(f, zeroPage())
-	}, tagZero, [3]tag{tagZero, tagZero, tagZero}, [3]bool{}},
+	}, tagZero, [3]tag{tagZero, tagZero, tagZero}, [3]bool{}, false},
 	{"evicted, image's page not mapped", pageFrame, func(r *rig, f units.Frame) *units.Page {
 		r.write(f, textPage(2))
 		r.evict()
 		return textPage(2)
-	}, tagEvicted, [3]tag{tagClean, tagTemplate, tagTemplate}, [3]bool{}},
+	}, tagEvicted, [3]tag{tagClean, tagTemplate, tagTemplate}, [3]bool{}, false},
 	{"evicted, hole not mapped", holeFrame, func(r *rig, f units.Frame) *units.Page {
 		r.write(f, textPage(3))
 		r.evict()
 		return textPage(3)
-	}, tagEvicted, [3]tag{tagClean, tagTemplate, tagTemplate}, [3]bool{}},
+	}, tagEvicted, [3]tag{tagClean, tagTemplate, tagTemplate}, [3]bool{}, false},
 	{"clean, private page mapped", pageFrame, func(r *rig, f units.Frame) *units.Page {
 		r.write(f, textPage(4))
 		r.evict()
 		return r.read(f)
-	}, tagClean, [3]tag{tagClean, tagClean, tagTemplate}, [3]bool{false, true, false}},
+	}, tagClean, [3]tag{tagClean, tagClean, tagTemplate}, [3]bool{false, true, false}, false},
 }
 
 // accessible says whether the guest's access of the event's kind succeeds with no server.
@@ -136,7 +155,7 @@ func TestEveryEventInEveryStateIsServedRight(t *testing.T) {
 	for _, s := range situations {
 		for i, e := range events {
 			t.Run(fmt.Sprintf("%s; %s", s.name, e.name), func(t *testing.T) {
-				r := newRig(t, 64, 2, func(o *Options) { o.FaultAround = 1 })
+				r := newRig(t, 64, 2, func(o *Options) { o.FaultAround, o.LeaveUnmapped = 1, !s.mappedBack })
 				r.server = server
 				r.serve()
 				want := s.make(r, s.frame)

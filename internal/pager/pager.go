@@ -81,6 +81,10 @@ type Options struct {
 	// FaultAround is the window in pages (a power of two, at most 512) in which template
 	// pages are mapped together; 0 is the default, 1 turns it off.
 	FaultAround int
+
+	// LeaveUnmapped leaves template and zero pages that a pass dropped unmapped: each touch
+	// is a fault. It is for measurements.
+	LeaveUnmapped bool
 }
 
 // A Pager owns the page states of one sandbox. The package doc has the rules.
@@ -92,6 +96,7 @@ type Pager struct {
 	onFatal func(error)     // immutable
 	workers *Workers        // immutable
 	around  units.Frame     // immutable
+	leave   bool            // immutable; Options.LeaveUnmapped
 
 	life   sync.RWMutex  // read-held while table and memory are in use outside mu; Close takes it
 	passes chan struct{} // one token: at most one Evict at a time
@@ -101,13 +106,14 @@ type Pager struct {
 	table    *table       // words: stored under mu
 	kept     int          // guarded by mu; words with a ref
 	discards uint64       // guarded by mu; how often a report dropped pages
+	regions  regions      // guarded by mu; where shared pages are to be mapped
 	dead     error        // guarded by mu; why nothing is served any more
 	closed   bool         // guarded by life
 
 	touched touchLog      // guarded by mu
 	notify  chan struct{} // of Notify: a token when touched has something new
 
-	soon atomic.Pointer[[]units.Frame] // ascending; pages that the next call will touch
+	soon atomic.Pointer[expectation] // of Expect
 
 	lastTurn uint64 // guarded by turns.mu; when a batch of it was restored last
 
@@ -137,7 +143,7 @@ func New(o Options) (*Pager, error) {
 	}
 	p := &Pager{
 		name: o.Name, mem: o.Guest, image: o.Image, cohort: o.Cohort, onFatal: o.OnFatal,
-		workers: o.Workers, around: units.Frame(o.FaultAround), table: t, passes: make(chan struct{}, 1),
+		workers: o.Workers, around: units.Frame(o.FaultAround), table: t, regions: newRegions(o.Guest.Frames()), leave: o.LeaveUnmapped, passes: make(chan struct{}, 1),
 		touched: touched, notify: make(chan struct{}, 1),
 	}
 	if p.around == 0 {
@@ -219,27 +225,6 @@ func (p *Pager) refs() []cohort.Ref {
 
 // Fail ends the sandbox because a page that it needs is lost; see cohort.Member.
 func (p *Pager) Fail(err error) { p.abort(fmt.Errorf("%w: %w", ErrIntegrity, err)) }
-
-// Expect names the pages that the next tool call will probably touch, in place of those
-// named before: they are kept in ways that are quick to undo. Any goroutine.
-func (p *Pager) Expect(pages []Touch) {
-	soon := make([]units.Frame, 0, len(pages))
-	for _, t := range pages {
-		soon = append(soon, t.Frame)
-	}
-	slices.Sort(soon)
-	p.soon.Store(&soon)
-}
-
-// expected reports whether Expect named f.
-func (p *Pager) expected(f units.Frame) bool {
-	soon := p.soon.Load()
-	if soon == nil {
-		return false
-	}
-	_, found := slices.BinarySearch(*soon, f)
-	return found
-}
 
 // Usage is what a sandbox's pages cost at one moment.
 type Usage struct {

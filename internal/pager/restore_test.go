@@ -28,7 +28,7 @@ func (r *rig) restore(pages ...Touch) RestoreResult {
 }
 
 func TestPagesThatWillBeWrittenTakeTheWriteWithoutAFaultWhateverTheyWere(t *testing.T) {
-	r := newRig(t, 64, 1, func(o *Options) { o.FaultAround = 1 }).serve()
+	r := newRig(t, 64, 1, func(o *Options) { o.FaultAround, o.LeaveUnmapped = 1, true }).serve()
 	r.write(6, textPage(1)) // evicted
 	r.write(7, zeroPage())  // zero
 	r.write(8, randomPage(1))
@@ -63,7 +63,7 @@ func TestPagesThatWillBeWrittenTakeTheWriteWithoutAFaultWhateverTheyWere(t *test
 }
 
 func TestPagesThatWillBeReadAreSharedWhereTheyCanBe(t *testing.T) {
-	r := newRig(t, 64, 1, func(o *Options) { o.FaultAround = 1 }).serve()
+	r := newRig(t, 64, 1, func(o *Options) { o.FaultAround, o.LeaveUnmapped = 1, true }).serve()
 	r.write(6, textPage(1))
 	r.write(7, zeroPage())
 	r.evict()
@@ -77,7 +77,7 @@ func TestPagesThatWillBeReadAreSharedWhereTheyCanBe(t *testing.T) {
 }
 
 func TestFaultsAreToldInTheirOrderAndTheReaderIsNotified(t *testing.T) {
-	r := newRig(t, 256, 1, func(o *Options) { o.FaultAround = 1 }).serve()
+	r := newRig(t, 256, 1, func(o *Options) { o.FaultAround, o.LeaveUnmapped = 1, true }).serve()
 	r.write(96, textPage(1))
 	r.write(6, zeroPage())
 	r.evict()

@@ -33,6 +33,7 @@ type counters struct {
 
 	reported, discarded, discardedEntries atomic.Uint64
 
+	mappedBack  atomic.Uint64
 	touchesLost atomic.Uint64 // faults that the full log had no room for
 
 	leaks    atomic.Uint64 // entries that could not be released
@@ -83,6 +84,7 @@ type Stats struct {
 	Discarded        uint64 // private pages dropped because of that
 	DiscardedEntries uint64 // entries of evicted and clean pages given back because of that
 
+	MappedBack  uint64 // template and zero pages that passes mapped: no fault when they are touched
 	TouchesLost uint64 // faults that DrainTouched did not tell, because nobody drained
 
 	Leaks uint64 // damaged entries that could not be released
@@ -102,7 +104,7 @@ func (p *Pager) Stats() Stats {
 		Cancelled: c.cancelled.Load(), Dirtied: c.dirtied.Load(),
 		Passes: c.passes.Load(), Scanned: c.scanned.Load(), Encoded: c.encodedPages.Load(), Zeros: c.zeroPages.Load(),
 		Equal: c.equalPages.Load(), Clean: c.cleanPages.Load(), Kept: c.keptPages.Load(),
-		Mismatches: c.mismatches.Load(), Leaks: c.leaks.Load(), TouchesLost: c.touchesLost.Load(), FullPasses: c.fullPasses.Load(), Evicting: time.Duration(c.evicting.Load()),
+		Mismatches: c.mismatches.Load(), Leaks: c.leaks.Load(), MappedBack: c.mappedBack.Load(), TouchesLost: c.touchesLost.Load(), FullPasses: c.fullPasses.Load(), Evicting: time.Duration(c.evicting.Load()),
 	}
 	for k := range cohort.NumWays {
 		if n := c.wayPages[k].Load(); n > 0 {

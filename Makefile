@@ -14,10 +14,10 @@ FUZZTIME ?= 30s
 BENCH ?= .
 ARGS ?=
 
-.PHONY: bench-codec test-e2b help demo setup build test race fuzz bench figures lint fmt e2e clean
+.PHONY: bench-restore bench-codec test-e2b help demo setup build test race fuzz bench figures lint fmt e2e clean
 
 help: ## say what there is to do
-	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: setup ## set everything up and run the main job; ARGS="--gap-scale 0.5" passes flags
 	@bin/agentzip demo $(ARGS)
@@ -42,6 +42,9 @@ bench: build ## Go benchmarks; BENCH=regexp picks some
 
 bench-codec: setup ## capture sixteen siblings (once) and measure encoders on their pages; ARGS="--rows agentzip"
 	@scripts/bench-codec.sh $(ARGS)
+
+bench-restore: setup ## replay sixteen siblings and measure what restores cost (45 minutes; ARGS="--quick": one)
+	@scripts/bench-restore.sh $(ARGS)
 
 e2e: setup ## only the tests that start VMs
 	@scripts/test.sh vm

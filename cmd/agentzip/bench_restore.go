@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"runtime"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -15,6 +17,7 @@ import (
 	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/daemon"
 	"github.com/agentzip/agentzip/internal/report"
+	"github.com/agentzip/agentzip/internal/traj"
 )
 
 // restoreGapScale stretches thinking times as emulation stretches calls, 10-20 times: so a
@@ -28,6 +31,18 @@ const (
 	quickGapScale  = 0.5
 )
 
+// The ablation's runs are short, because there are many: what a prefetcher is worth shows
+// after a few calls.
+const (
+	ablationSandboxes = 4
+	ablationCalls     = 8
+	ablationGapScale  = 1
+)
+
+// stormRounds is how often the sandboxes of the storm wake: a p99 of a few dozen faults is
+// their maximum, of five times as many it is not.
+const stormRounds = 5
+
 // benchRestoreFlags are the flags of `bench restore`, as given.
 type benchRestoreFlags struct {
 	jobFlags
@@ -35,7 +50,11 @@ type benchRestoreFlags struct {
 	native    string
 	isolation string
 	quick     bool
+	ablation  string
+	storm     int
+	idle      int
 	jsonFile  string
+	plotFile  string
 }
 
 func newBenchRestoreCmd() *cobra.Command {
@@ -68,11 +87,16 @@ The last line of stdout is for scripts and keeps its form:
 	fl.StringVar(&f.modes, "modes", "off,on", "the runs of the job: off,on or on,off (a pair), or only on")
 	fl.StringVar(&f.native, "native", "auto", "also time the commands on this host without a VM: on, off, auto (our own scenario only)")
 	addIsolation(cmd, &f.isolation)
-	fl.BoolVar(&f.quick, "quick", false, fmt.Sprintf("short: %d sandboxes, %d calls, gaps x %g unless given, no native durations", quickSandboxes, quickCalls, quickGapScale))
+	fl.BoolVar(&f.quick, "quick", false, fmt.Sprintf("short: %d sandboxes, %d calls, gaps x %g unless given, only the runs of the job", quickSandboxes, quickCalls, quickGapScale))
+	fl.StringVar(&f.ablation, "ablation", "on", "also short runs without each prefetcher, and without any: on, off")
+	fl.IntVar(&f.storm, "storm", 8, "also wake so many compressed sandboxes at the same instant (0: do not)")
+	fl.IntVar(&f.idle, "idle", 64, "also say what each of so many idle sandboxes occupies (0: do not)")
+	fl.StringVar(&f.plotFile, "plot", "", "draw the distributions, as SVG, to this file")
 	fl.StringVar(&f.jsonFile, "json", "", "write all figures as JSON to this file, compressed if it ends in .gz")
 	for name, complete := range map[string]cobra.CompletionFunc{
-		"modes":  cobra.FixedCompletions([]string{"off,on", "on,off", "on"}, cobra.ShellCompDirectiveNoFileComp),
-		"native": cobra.FixedCompletions([]string{"auto", "on", "off"}, cobra.ShellCompDirectiveNoFileComp),
+		"modes":    cobra.FixedCompletions([]string{"off,on", "on,off", "on"}, cobra.ShellCompDirectiveNoFileComp),
+		"native":   cobra.FixedCompletions([]string{"auto", "on", "off"}, cobra.ShellCompDirectiveNoFileComp),
+		"ablation": cobra.FixedCompletions([]string{"on", "off"}, cobra.ShellCompDirectiveNoFileComp),
 	} {
 		if err := cmd.RegisterFlagCompletionFunc(name, complete); err != nil {
 			panic(err) // the flags are defined above
@@ -99,6 +123,15 @@ func (f *benchRestoreFlags) shorten(cmd *cobra.Command) {
 	if !given("native") {
 		f.native = "off"
 	}
+	if !given("ablation") {
+		f.ablation = "off"
+	}
+	if !given("storm") {
+		f.storm = 0
+	}
+	if !given("idle") {
+		f.idle = 0
+	}
 }
 
 // check refuses flags that make no sense, before anything is started.
@@ -108,6 +141,10 @@ func (f *benchRestoreFlags) check() error {
 		return usageError(fmt.Errorf("--modes %q: use off,on or on,off or on", f.modes))
 	case f.native != "auto" && f.native != "on" && f.native != "off":
 		return usageError(fmt.Errorf("--native %q: use auto, on or off", f.native))
+	case f.ablation != "on" && f.ablation != "off":
+		return usageError(fmt.Errorf("--ablation %q: use on or off", f.ablation))
+	case f.storm < 0 || f.storm > 256 || f.idle < 0 || f.idle > 1024:
+		return usageError(errors.New("--storm takes 0 to 256 sandboxes, --idle 0 to 1024"))
 	}
 	if _, err := cohort.ParseIsolation(f.isolation); err != nil {
 		return usageError(fmt.Errorf("--isolation: %w", err))
@@ -138,13 +175,7 @@ func (f *benchRestoreFlags) run(cmd *cobra.Command) (err error) {
 		return withHint(err, "run `agentzip setup`, or name a template with --template")
 	}
 	display := f.display(ctx, cmd.ErrOrStderr())
-	cfg := restores.Config{Main: bench.Config{
-		Fleet:     d.Fleets(daemon.FleetOptions{Template: f.template, Isolation: isolation}),
-		Sandboxes: plans, GapScale: f.gapScale, MaxGap: f.maxGap, Display: display, Alone: f.modes == "on",
-	}}
-	if strings.HasPrefix(f.modes, "on") {
-		cfg.Main.First = bench.On
-	}
+	cfg := f.config(d, isolation, plans, display)
 	if f.native == "on" || f.native == "auto" && f.trajectories == "" {
 		cfg.Main.NativeReplay = nativeReplay(ctx, tmpl.RootFile(), plans)
 	}
@@ -166,6 +197,45 @@ func (f *benchRestoreFlags) run(cmd *cobra.Command) (err error) {
 	return errors.Join(err, f.write(cmd, rep))
 }
 
+// config says what is measured.
+func (f *benchRestoreFlags) config(d *daemon.Daemon, isolation cohort.Isolation, plans []bench.Plan, display report.Display) restores.Config {
+	options := daemon.FleetOptions{Template: f.template, Isolation: isolation}
+	cfg := restores.Config{
+		Main: bench.Config{
+			Fleet: d.Fleets(options), Sandboxes: plans, GapScale: f.gapScale, MaxGap: f.maxGap, Display: display, Alone: f.modes == "on",
+		},
+		Fleet: func(v restores.Variant) bench.FleetFactory {
+			o := options
+			o.NoPrefetch = v.NoPrefetch
+			return d.Fleets(o)
+		},
+		Colony: d.Colonies(options),
+		Storm:  restores.Storm{Sandboxes: f.storm, Rounds: stormRounds, Step: restores.PickStep(plans, traj.Python, traj.Test)},
+		Idle:   restores.Idle{Sandboxes: f.idle, Step: restores.PickStep(plans)},
+		Cores:  runtime.NumCPU(),
+	}
+	if strings.HasPrefix(f.modes, "on") {
+		cfg.Main.First = bench.On
+	}
+	if f.ablation == "on" {
+		cfg.Ablation = restores.Ablation{
+			Variants: []restores.Variant{{Name: "all"}, {Name: "nothing ahead", NoPrefetch: true}},
+			Plans:    shortPlans(plans, ablationSandboxes, ablationCalls), GapScale: min(f.gapScale, ablationGapScale),
+		}
+	}
+	return cfg
+}
+
+// shortPlans are the first calls of the first sandboxes.
+func shortPlans(plans []bench.Plan, sandboxes, calls int) []bench.Plan {
+	short := slices.Clone(plans[:min(len(plans), sandboxes)])
+	for i := range short {
+		steps := &short[i].Trajectory.Steps
+		*steps = (*steps)[:min(len(*steps), calls)]
+	}
+	return short
+}
+
 // write stores the JSON and prints the table, whose last line is the output's last line.
 func (f *benchRestoreFlags) write(cmd *cobra.Command, rep *restores.Report) error {
 	var err error
@@ -176,6 +246,9 @@ func (f *benchRestoreFlags) write(cmd *cobra.Command, rep *restores.Report) erro
 			}
 			return rep.WriteJSON(w)
 		})
+	}
+	if f.plotFile != "" {
+		err = errors.Join(err, writeFile(f.plotFile, rep.WritePlot))
 	}
 	return errors.Join(err, rep.WriteText(cmd.OutOrStdout()))
 }

@@ -68,6 +68,14 @@ func (b *box) Close() error {
 
 // Start clones one sandbox.
 func (f *fleet) Start(ctx context.Context, name string) (bench.Box, error) {
+	b, err := f.clone(ctx, name)
+	if err != nil {
+		return nil, err
+	}
+	return b, nil
+}
+
+func (f *fleet) clone(ctx context.Context, name string) (*box, error) {
 	s, err := f.daemon.Clone(ctx, CloneOptions{ID: name, Template: f.opts.Template, Cohort: f.cohort, NoPrefetch: f.opts.NoPrefetch})
 	if err != nil {
 		return nil, err
@@ -165,7 +173,7 @@ func addEncoders(to map[string]bench.EncoderUse, st pager.Stats) {
 // addLatencies merges the distributions of one pager.
 func addLatencies(to map[string]report.Histogram, st pager.Stats) {
 	report.MergeAll(to, map[string]report.Histogram{
-		report.KindEvicted: histogram(st.Blocking), report.KindPrefetched: histogram(st.Prefetched),
+		report.KindEvicted: histogram(st.Blocking), report.KindPrefetched: histogram(st.Prefetched), report.KindPage: histogram(st.PrefetchedPage),
 		report.KindTemplate: histogram(st.Template), report.KindZero: histogram(st.Zero),
 		report.KindProtected: histogram(st.Protected), report.KindHeld: histogram(st.Held),
 	})

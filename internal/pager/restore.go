@@ -110,10 +110,12 @@ func (p *Pager) restoreBatch(ctx context.Context, w *worker, res *RestoreResult)
 	if wanted == 0 {
 		return ctx.Err()
 	}
-	before := res.Evicted
+	before, installed := res.Evicted, res.Evicted+res.Private
 	err := w.locked(p, func() error { return p.installBatch(ctx, w, res) })
 	if n := res.Evicted - before; n > 0 {
-		p.stats.prefetch.recordN(time.Since(start), n)
+		took := time.Since(start)
+		p.stats.prefetch.recordN(took, n)
+		p.stats.prefetchPage.recordN(took/time.Duration(res.Evicted+res.Private-installed), n)
 	}
 	return err
 }

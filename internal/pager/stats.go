@@ -14,14 +14,15 @@ type counters struct {
 	stall    atomic.Int64 // nanoseconds
 	stallMax atomic.Int64 // nanoseconds
 
-	restore  histogram // Evicted, absent: decode and install
-	prefetch histogram // Restore
-	template histogram // Template, absent
-	zero     histogram // Zero or hole, absent
-	protect  histogram // write to a protected page
-	held     histogram // the mutex, by passes and restores
-	reports  histogram // reports of free pages: drop what is there
-	stale    atomic.Uint64
+	restore      histogram // Evicted, absent: decode and install
+	prefetch     histogram // Restore
+	prefetchPage histogram // the same, a batch divided by its pages
+	template     histogram // Template, absent
+	zero         histogram // Zero or hole, absent
+	protect      histogram // write to a protected page
+	held         histogram // the mutex, by passes and restores
+	reports      histogram // reports of free pages: drop what is there
+	stale        atomic.Uint64
 
 	writes    atomic.Uint64 // restores for a write
 	around    atomic.Uint64 // template and zero pages mapped beside the one asked for
@@ -56,13 +57,14 @@ type Stats struct {
 	Stall    time.Duration // sum of their service times
 	StallMax time.Duration // longest
 
-	Blocking   Latency // faults on evicted pages: the guest waited for decode and install
-	Prefetched Latency // pages brought back by Restore: from taking the batch in hand until it was installed
-	Template   Latency // faults on pages of the template
-	Zero       Latency // faults on zero pages
-	Protected  Latency // writes to pages that were clean or being encoded
-	Held       Latency // how long a batch of a pass or restore held the mutex: what a fault may have to wait
-	Reports    Latency // reports of free pages: the VMM's main thread waited, and vCPUs that need a device
+	Blocking       Latency // faults on evicted pages: the guest waited for decode and install
+	Prefetched     Latency // pages brought back by Restore: from taking the batch in hand until it was installed
+	PrefetchedPage Latency // what each of them cost: the time of its batch over the pages that were installed with it
+	Template       Latency // faults on pages of the template
+	Zero           Latency // faults on zero pages
+	Protected      Latency // writes to pages that were clean or being encoded
+	Held           Latency // how long a batch of a pass or restore held the mutex: what a fault may have to wait
+	Reports        Latency // reports of free pages: the VMM's main thread waited, and vCPUs that need a device
 
 	Stale       uint64 // events overtaken by another thread
 	WriteFaults uint64 // blocking restores for a write
@@ -97,7 +99,7 @@ func (p *Pager) Stats() Stats {
 	c := &p.stats
 	s := Stats{
 		Faults: c.faults.Load(), Stall: time.Duration(c.stall.Load()), StallMax: time.Duration(c.stallMax.Load()),
-		Blocking: c.restore.snapshot(), Prefetched: c.prefetch.snapshot(), Template: c.template.snapshot(),
+		Blocking: c.restore.snapshot(), Prefetched: c.prefetch.snapshot(), PrefetchedPage: c.prefetchPage.snapshot(), Template: c.template.snapshot(),
 		Zero: c.zero.snapshot(), Protected: c.protect.snapshot(), Held: c.held.snapshot(),
 		Reports: c.reports.snapshot(), Reported: c.reported.Load(), Discarded: c.discarded.Load(), DiscardedEntries: c.discardedEntries.Load(),
 		Stale: c.stale.Load(), WriteFaults: c.writes.Load(), Around: c.around.Load(),

@@ -17,7 +17,8 @@ const (
 	KindTemplate   = "template"   // faults on pages of the template
 	KindZero       = "zero"       // faults on zero pages
 	KindStale      = "stale"      // events that another thread had overtaken; no distribution
-	KindPrefetched = "prefetched" // restores ahead of use: no fault
+	KindPrefetched = "prefetched" // restores ahead of use, until their batch was installed: no fault
+	KindPage       = "page"       // the same, a batch divided by its pages: no fault
 	KindHeld       = "held"       // how long a batch of a pass or restore held the pager's lock: no fault
 	KindCancel     = "cancel"     // from a call's arrival to the end of the compression it found: no fault
 )

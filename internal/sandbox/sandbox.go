@@ -124,7 +124,7 @@ type Sandbox struct {
 	pager       *pager.Pager    // nil without compression
 	stopBreath  context.CancelFunc
 	background  sync.WaitGroup
-	wake        chan struct{} // tells breathe that the rhythm has changed; capacity 1
+	wake        chan struct{}  // tells breathe that the rhythm has changed; capacity 1
 	cancels     pager.Recorder // from the arrival of a call to the end of the pass it found
 	closeOnce   sync.Once
 	closeResult error

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"strconv"
 	"strings"
 	"time"
 
@@ -19,7 +20,10 @@ type Report struct {
 	Schema int            `json:"schema"`
 	Main   *report.Report `json:"main"` // the paired run; machine, template and plan are in it
 	Where  Where          `json:"where"`
-	Notes  []string       `json:"notes"`
+
+	Ablation []AblationRow `json:"ablation,omitempty"`
+	Storm    *StormResult  `json:"storm,omitempty"`
+	Idle     *IdleResult   `json:"idle,omitempty"`
 }
 
 // WriteJSON writes the report with all raw figures, on one line: it is for programs.
@@ -50,52 +54,43 @@ func (r *Report) WriteGzip(w io.Writer) error {
 // LastLine is the one line that scripts read. Its form is stable: a field is never renamed,
 // removed or reordered. An unknown value is "n/a".
 func (r *Report) LastLine() string {
-	s := r.Main.Summary
+	s, page := r.Main.Summary, r.Main.Latencies[report.KindPage].Quantiles()
 	saved := "n/a"
 	if s.SavedKnown {
 		saved = fmt.Sprintf("%.1f%%", 100*s.Saved)
 	}
-	var coverage, accuracy string
-	all := r.all()
-	c, ok := all.Coverage()
-	coverage = part(c, ok)
-	a, ok := all.Accuracy()
-	accuracy = part(a, ok)
+	all := together(r.Main.Prefetchers)
+	coverage, covered := all.Coverage()
+	accuracy, judged := all.Accuracy()
 	fields := []string{
 		"restore",
 		"block_p50_us=" + micros(s.Blocking, s.Blocking.P50),
 		"block_p99_us=" + micros(s.Blocking, s.Blocking.P99),
 		"block_max_us=" + micros(s.Blocking, s.Blocking.Max),
-		"prefetch_page_p50_us=" + micros(s.Prefetched, s.Prefetched.P50),
-		fmt.Sprintf("stall_p50_ms=%.1f", millis(s.Stall.P50)),
-		fmt.Sprintf("stall_p99_ms=%.0f", millis(s.Stall.P99)),
+		"prefetch_page_p50_us=" + micros(page, page.P50),
+		"stall_p50_ms=" + milliseconds(s.Stall, s.Stall.P50, 1),
+		"stall_p99_ms=" + milliseconds(s.Stall, s.Stall.P99, 0),
 		"latency=" + times(s.LatencyRatio),
 		"native=" + times(s.NativeRatio),
 		"saved=" + saved,
-		"coverage=" + coverage,
-		"accuracy=" + accuracy,
+		"coverage=" + wholePercent(coverage, covered),
+		"accuracy=" + wholePercent(accuracy, judged),
 		"cancel_p99_us=" + micros(r.cancel(), r.cancel().P99),
-		"idle_mb=" + r.idle(),
-		"idle_kvm_mb=" + r.idleKVM(),
+		"idle_mb=" + megabytes(r.Idle.Best(), func(s *IdleState) float64 { return s.Available }),
+		"idle_kvm_mb=" + megabytes(r.Idle.Best(), (*IdleState).WithoutTCG),
 	}
 	return strings.Join(fields, " ")
-}
-
-// all returns what the prefetchers did together.
-func (r *Report) all() report.Prefetcher {
-	for _, p := range r.Main.Prefetchers {
-		if p.Name == report.AllPrefetchers {
-			return p
-		}
-	}
-	return report.Prefetcher{}
 }
 
 // cancel returns how long calls waited for a pass to stop.
 func (r *Report) cancel() report.Quantiles { return r.Main.Latencies[report.KindCancel].Quantiles() }
 
-func (r *Report) idle() string    { return "n/a" }
-func (r *Report) idleKVM() string { return "n/a" }
+func megabytes(s *IdleState, f func(*IdleState) float64) string {
+	if s == nil {
+		return "n/a"
+	}
+	return fmt.Sprintf("%.1f", f(s)/mega)
+}
 
 func micros(q report.Quantiles, d time.Duration) string {
 	if q.Count == 0 {
@@ -104,7 +99,14 @@ func micros(q report.Quantiles, d time.Duration) string {
 	return fmt.Sprintf("%d", d.Microseconds())
 }
 
-func part(x float64, known bool) string {
+func milliseconds(q report.Quantiles, d time.Duration, digits int) string {
+	if q.Count == 0 {
+		return "n/a"
+	}
+	return strconv.FormatFloat(millis(d), 'f', digits, 64)
+}
+
+func wholePercent(x float64, known bool) string {
 	if !known {
 		return "n/a"
 	}

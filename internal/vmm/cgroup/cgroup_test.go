@@ -90,7 +90,7 @@ func TestAGroupOfVersion2GetsItsLimits(t *testing.T) {
 			t.Errorf("%s holds %q, want %q", file, got, want)
 		}
 	}
-	for file, text := range map[string]string{"memory.events": "low 0\noom 2\noom_kill 3\n", "memory.current": "4096\n"} {
+	for file, text := range map[string]string{"memory.events": "low 0\noom 2\noom_kill 3\n", "memory.current": "4096\n", "memory.stat": "anon 1\nkernel 8192\nkernel_stack 3\n"} {
 		if err := os.WriteFile(filepath.Join(dir, file), []byte(text), 0o644); err != nil {
 			t.Fatal(err)
 		}
@@ -100,6 +100,9 @@ func TestAGroupOfVersion2GetsItsLimits(t *testing.T) {
 	}
 	if n := g.MemoryCurrent(); n != 4096 {
 		t.Errorf("memory use %d, want 4096", n)
+	}
+	if n := g.MemoryKernel(); n != 8192 {
+		t.Errorf("kernel memory %d, want 8192", n)
 	}
 }
 

@@ -103,8 +103,9 @@ func (b *Box) move(e Event) bool {
 
 // must is move for transitions that the state just checked allows. Caller holds mu.
 func (b *Box) must(e Event) {
-	if !b.move(e) {
-		panic(fmt.Sprintf("sandbox %s: event %q in state %q", b.id, e, b.state))
+	if state := b.state; !b.move(e) {
+		b.mu.Unlock() // so that the panic shows and does not hang in a deferred lock
+		panic(fmt.Sprintf("sandbox %s: event %q in state %q", b.id, e, state))
 	}
 }
 
@@ -117,7 +118,9 @@ func (b *Box) begin() (ctx context.Context, done func()) {
 	return ctx, func() {
 		cancel()
 		b.mu.Lock()
-		b.busy, b.abort = nil, nil
+		if b.busy == busy { // else the next operation has begun
+			b.busy, b.abort = nil, nil
+		}
 		b.mu.Unlock()
 		close(busy)
 	}

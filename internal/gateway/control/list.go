@@ -209,13 +209,13 @@ func (a *API) ListSandboxesV1(ctx context.Context, r rest.ListSandboxesV1Request
 	if err != nil {
 		return nil, err
 	}
-	found := rest.SandboxesJSONResponse{}
+	found := []rest.ListedSandbox{}
 	for _, v := range a.opts.Fleet.List(team(ctx)) {
 		if v.Visible() == "running" && hasAll(v.Metadata, want) {
 			found = append(found, a.listed(v))
 		}
 	}
-	return rest.ListSandboxesV1200JSONResponse{SandboxesJSONResponse: found}, nil
+	return page{body: found}, nil
 }
 
 // A page is one page of a list. The generated types would send X-Next-Token on
@@ -245,6 +245,10 @@ func (p page) visit(w http.ResponseWriter) error {
 
 // VisitListSandboxesResponse writes the page.
 func (p page) VisitListSandboxesResponse(w http.ResponseWriter) error { return p.visit(w) }
+
+// VisitListSandboxesV1Response writes the only page. The generated type would put
+// the array into an object.
+func (p page) VisitListSandboxesV1Response(w http.ResponseWriter) error { return p.visit(w) }
 
 // VisitListSnapshotsResponse writes the page.
 func (p page) VisitListSnapshotsResponse(w http.ResponseWriter) error { return p.visit(w) }

@@ -8,5 +8,5 @@ mkdir -p gen/rest
 protoc --proto_path=proto \
 	--plugin=protoc-gen-go="$(go tool -n protoc-gen-go)" --go_out=gen --go_opt=paths=source_relative \
 	--plugin=protoc-gen-connect-go="$(go tool -n protoc-gen-connect-go)" --connect-go_out=gen --connect-go_opt=paths=source_relative \
-	process/process.proto agentzip/guest/v1/guest.proto
+	process/process.proto filesystem/filesystem.proto agentzip/guest/v1/guest.proto
 go tool -modfile=../tools/go.mod oapi-codegen -config openapi/config.yaml -o gen/rest/rest.gen.go openapi/agentzip.yaml

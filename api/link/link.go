@@ -26,6 +26,17 @@ import (
 // guest reads it in /sys/class/virtio-ports.
 const PortName = "agentzip.link"
 
+// DialPath is where the host asks the agent for a connection to a port of the
+// guest: POST, with the query port=N. The request's body is what the host sends;
+// its end closes the sending half. The answer 200 carries what the port sends, in
+// pieces of a length (4 bytes, big-endian) and as many bytes; length 0 says that
+// the port's sending half is closed. An answer that ends before is a reset. The
+// status 502 says that nothing listens on the port.
+const DialPath = "/agentzip/dial"
+
+// DialPiece is the largest piece.
+const DialPiece = 32 << 10
+
 // NonceSize is the length of the nonce that follows Hello and Welcome.
 const NonceSize = 16
 

@@ -2,6 +2,7 @@ package guestagent
 
 import (
 	"errors"
+	"log"
 	"os"
 	"runtime/debug"
 
@@ -15,6 +16,9 @@ const (
 	memoryLimit = 32 << 20
 	// sealFile lies on a tmpfs: it is in the snapshot and not in the root image.
 	sealFile = "/run/agentzip/sealed"
+	// settingsFile and markDir are on the same tmpfs.
+	settingsFile = "/run/agentzip/settings.json"
+	markDir      = "/run/e2b"
 )
 
 // Run is the agent of a real guest. It returns only when the link's port fails.
@@ -37,7 +41,7 @@ func Run(version string) error {
 	server := New(Options{
 		System:   LinuxSystem{},
 		Version:  version,
-		SealFile: sealFile,
+		SealFile: sealFile, SettingsFile: settingsFile, MarkDir: markDir,
 		Shielded: len(score) > 0 && score[0] == '-',
 		Busy: func(busy bool) {
 			if busy {
@@ -47,5 +51,11 @@ func Run(version string) error {
 			}
 		},
 	})
+	// Whoever holds the port keeps the agent from it, not the sandbox from its host.
+	if inside, err := ListenInside(); err != nil {
+		log.Printf("agentzip-guest: %v", err)
+	} else {
+		go func() { log.Printf("agentzip-guest: port %d: %v", InsidePort, server.ServeInside(inside)) }()
+	}
 	return server.Serve(NewListener(port))
 }

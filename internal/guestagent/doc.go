@@ -11,8 +11,14 @@
 // clones may share.
 //
 // The stream carries one HTTP/2 session at a time (see api/link for how a
-// session opens). Services on it: process.Process as the E2B SDKs speak it,
-// agentzip.guest.v1.Guest, plain HTTP /files and /health.
+// session opens). Services on it: process.Process and filesystem.Filesystem as the
+// E2B SDKs speak them, agentzip.guest.v1.Guest, plain HTTP /files, /health,
+// /metrics and /envs, and connections to ports of the guest (link.DialPath). Who
+// may call is decided at the host: whoever holds the link may do everything.
+// Programs inside the guest reach a few of these at localhost:49983, with the
+// sandbox's token (inside.go).
+//
+// Whose rights a request about files has is said in rights.go.
 //
 // Output of a process is never buffered here beyond one chunk per pipe: the
 // goroutine that reads a pipe writes to the stream itself and is held by HTTP/2

@@ -23,6 +23,8 @@ type System interface {
 	SetHostname(name string) error
 	SetMachineID(id string) error
 	SetBootID(id string) error
+	// SetInternet raises or lowers the network interface. A guest without one is left as it is.
+	SetInternet(up bool) error
 
 	Hostname() (string, error)
 	MachineID() (string, error)
@@ -122,6 +124,9 @@ func (g *guestService) Personalize(_ context.Context, req *connect.Request[guest
 		if err := item.set(item.value); err != nil {
 			return nil, internalError("set "+item.what, err)
 		}
+	}
+	if err := s.configure(m.GetSettings()); err != nil {
+		return nil, err
 	}
 	// Acknowledge what is in force, not what was asked for.
 	answer := &guestv1.PersonalizeResponse{EntropyCredited: uint32(len(m.GetEntropy()))}

@@ -42,10 +42,10 @@ type process struct {
 	done chan struct{} // closed when ended is set and was sent to all subscribers
 
 	mu          sync.Mutex
-	subscribers []*subscriber // guarded by mu
-	cut         bool          // guarded by mu: a signal or the deadline is ending the command
-	timedOut    bool          // guarded by mu: it was the deadline
-	exited      bool          // guarded by mu: the process was reaped
+	subscribers []*subscriber[*pb.ProcessEvent] // guarded by mu
+	cut         bool                            // guarded by mu: a signal or the deadline is ending the command
+	timedOut    bool                            // guarded by mu: it was the deadline
+	exited      bool                            // guarded by mu: the process was reaped
 	ended       *pb.ProcessEvent_EndEvent
 	endedAt     time.Time // guarded by mu
 }
@@ -104,7 +104,7 @@ func (p *process) run(timeout time.Duration, onEnd func(*process)) {
 		p.subscribers = nil
 		p.mu.Unlock()
 		for _, s := range subscribers {
-			s.send(&pb.ProcessEvent{Event: &pb.ProcessEvent_End{End: end}})
+			_ = s.send(&pb.ProcessEvent{Event: &pb.ProcessEvent_End{End: end}})
 		}
 		onEnd(p)
 		close(p.done)
@@ -178,12 +178,12 @@ func (p *process) publish(data *pb.ProcessEvent_DataEvent) {
 	}
 	event := &pb.ProcessEvent{Event: &pb.ProcessEvent_Data{Data: data}}
 	for _, s := range subscribers {
-		s.send(event)
+		_ = s.send(event) // one that fails leaves by itself
 	}
 }
 
 // subscribe adds s and returns nil, or returns the end event of a process that has ended.
-func (p *process) subscribe(s *subscriber) *pb.ProcessEvent_EndEvent {
+func (p *process) subscribe(s *subscriber[*pb.ProcessEvent]) *pb.ProcessEvent_EndEvent {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.ended != nil {
@@ -195,9 +195,9 @@ func (p *process) subscribe(s *subscriber) *pb.ProcessEvent_EndEvent {
 }
 
 // unsubscribe removes s and returns when no send to it is in progress.
-func (p *process) unsubscribe(s *subscriber) {
+func (p *process) unsubscribe(s *subscriber[*pb.ProcessEvent]) {
 	p.mu.Lock()
-	p.subscribers = slices.DeleteFunc(slices.Clone(p.subscribers), func(o *subscriber) bool { return o == s })
+	p.subscribers = slices.DeleteFunc(slices.Clone(p.subscribers), func(o *subscriber[*pb.ProcessEvent]) bool { return o == s })
 	p.mu.Unlock()
 	s.stop()
 }
@@ -274,54 +274,4 @@ func (in *input) write(b []byte, cancel <-chan struct{}) error {
 
 func (in *input) close() {
 	_ = in.file.Close()
-}
-
-// subscriber is one stream that receives a process's events.
-type subscriber struct {
-	deliver func(*pb.ProcessEvent) error // immutable
-	every   time.Duration                // immutable: keepalive interval, 0 for none
-
-	mu    sync.Mutex
-	gone  bool        // guarded by mu: no more sends
-	timer *time.Timer // guarded by mu: next keepalive
-}
-
-func newSubscriber(every time.Duration, deliver func(*pb.ProcessEvent) error) *subscriber {
-	s := &subscriber{deliver: deliver, every: every}
-	if every > 0 {
-		s.timer = time.AfterFunc(every, func() {
-			s.send(&pb.ProcessEvent{Event: &pb.ProcessEvent_Keepalive{Keepalive: &pb.ProcessEvent_KeepAlive{}}})
-		})
-	}
-	return s
-}
-
-// send delivers event, waiting for the receiver. A failed receiver gets nothing more.
-func (s *subscriber) send(event *pb.ProcessEvent) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.gone {
-		return
-	}
-	if err := s.deliver(event); err != nil {
-		s.gone = true
-	}
-	if s.timer == nil {
-		return
-	}
-	if s.gone {
-		s.timer.Stop()
-	} else {
-		s.timer.Reset(s.every)
-	}
-}
-
-// stop ends the sends and waits for the one in progress.
-func (s *subscriber) stop() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.gone = true
-	if s.timer != nil {
-		s.timer.Stop()
-	}
 }

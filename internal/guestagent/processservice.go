@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"os"
 	"strconv"
+	"strings"
 	"time"
 
 	"connectrpc.com/connect"
@@ -45,9 +46,9 @@ func (s *processService) Start(ctx context.Context, req *connect.Request[pb.Star
 	}
 	sub := newSubscriber(keepaliveInterval(req.Header()), func(e *pb.ProcessEvent) error {
 		return stream.Send(&pb.StartResponse{Event: e})
-	})
+	}, keepaliveEvent())
 	_ = p.subscribe(sub) // cannot have ended before run
-	sub.send(startEvent(p))
+	_ = sub.send(startEvent(p))
 	p.run(timeout, ps.end)
 	return follow(ctx, p, sub, true)
 }
@@ -58,17 +59,22 @@ func (s *processService) prepare(req *connect.Request[pb.StartRequest]) (launch,
 	if config.GetCmd() == "" {
 		return launch{}, connect.NewError(connect.CodeInvalidArgument, errors.New("process.cmd is required"))
 	}
-	account, err := s.account(req.Header())
+	account, err := s.server.account(req.Header())
 	if err != nil {
 		return launch{}, err
 	}
-	l := launch{
-		config: config, tag: req.Msg.Tag, account: account, dir: account.Home,
-		env:   environment(account, s.server.options.Env, config.GetEnvs()),
-		stdin: req.Msg.Stdin == nil || req.Msg.GetStdin(),
+	if err := checkStrings(config); err != nil {
+		return launch{}, connect.NewError(connect.CodeInvalidArgument, err)
 	}
-	if config.Cwd != nil && config.GetCwd() != "" {
-		l.dir = account.resolve(config.GetCwd())
+	settings := s.server.settings()
+	dir, err := account.resolve(config.GetCwd(), settings.workdir)
+	if err != nil {
+		return launch{}, connect.NewError(connect.CodeInvalidArgument, err)
+	}
+	l := launch{
+		config: config, tag: req.Msg.Tag, account: account, dir: dir,
+		env:   environment(account, settings.environment(s.server.options.Env), config.GetEnvs()),
+		stdin: req.Msg.Stdin == nil || req.Msg.GetStdin(),
 	}
 	if st, err := os.Stat(l.dir); err != nil || !st.IsDir() {
 		return launch{}, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("cwd '%s' does not exist", l.dir))
@@ -79,23 +85,19 @@ func (s *processService) prepare(req *connect.Request[pb.StartRequest]) (launch,
 	return l, nil
 }
 
-// account is the user of a request: HTTP basic authentication without a password.
-func (s *processService) account(h http.Header) (Account, error) {
-	name := s.server.options.DefaultUser
-	if h.Get("Authorization") != "" {
-		user, _, ok := (&http.Request{Header: h}).BasicAuth()
-		if !ok {
-			return Account{}, connect.NewError(connect.CodeUnauthenticated, errors.New("invalid Authorization header"))
-		}
-		if user != "" {
-			name = user
+// checkStrings refuses what execve(2) cannot be told.
+func checkStrings(config *pb.ProcessConfig) error {
+	for _, s := range append([]string{config.GetCmd(), config.GetCwd()}, config.GetArgs()...) {
+		if strings.ContainsRune(s, 0) {
+			return errors.New("cmd, args and cwd must not contain NUL")
 		}
 	}
-	a, err := s.server.options.Lookup(name)
-	if err != nil {
-		return Account{}, connect.NewError(connect.CodeUnauthenticated, fmt.Errorf("invalid username: '%s'", name))
+	for k, v := range config.GetEnvs() {
+		if k == "" || strings.ContainsAny(k, "=\x00") || strings.ContainsRune(v, 0) {
+			return fmt.Errorf("envs: %q is not a variable", k)
+		}
 	}
-	return a, nil
+	return nil
 }
 
 func startErrorCode(err error) connect.Code {
@@ -111,10 +113,14 @@ func startErrorCode(err error) connect.Code {
 	}
 }
 
+// defaultKeepalive is how long a stream may be silent if the client does not say.
+const defaultKeepalive = 90 * time.Second
+
+// keepaliveInterval is what the client asks for; 0 is none, which only our own host asks for.
 func keepaliveInterval(h http.Header) time.Duration {
 	seconds, err := strconv.ParseUint(h.Get("Keepalive-Ping-Interval"), 10, 16)
 	if err != nil {
-		return 0
+		return defaultKeepalive
 	}
 	return time.Duration(seconds) * time.Second
 }
@@ -134,9 +140,13 @@ func startEvent(p *process) *pb.ProcessEvent {
 	return &pb.ProcessEvent{Event: &pb.ProcessEvent_Start{Start: &pb.ProcessEvent_StartEvent{Pid: p.pid}}}
 }
 
+func keepaliveEvent() *pb.ProcessEvent {
+	return &pb.ProcessEvent{Event: &pb.ProcessEvent_Keepalive{Keepalive: &pb.ProcessEvent_KeepAlive{}}}
+}
+
 // follow waits for the end of p or of the stream. owner says that the
 // deadline of the stream is the deadline of the process.
-func follow(ctx context.Context, p *process, sub *subscriber, owner bool) error {
+func follow(ctx context.Context, p *process, sub *subscriber[*pb.ProcessEvent], owner bool) error {
 	defer p.unsubscribe(sub)
 	select {
 	case <-p.done:
@@ -165,11 +175,11 @@ func (s *processService) Connect(ctx context.Context, req *connect.Request[pb.Co
 	}
 	sub := newSubscriber(keepaliveInterval(req.Header()), func(e *pb.ProcessEvent) error {
 		return stream.Send(&pb.ConnectResponse{Event: e})
-	})
+	}, keepaliveEvent())
 	// The start event comes before any output, so it is sent before subscribing.
-	sub.send(startEvent(p))
+	_ = sub.send(startEvent(p))
 	if end := p.subscribe(sub); end != nil {
-		sub.send(&pb.ProcessEvent{Event: &pb.ProcessEvent_End{End: end}})
+		_ = sub.send(&pb.ProcessEvent{Event: &pb.ProcessEvent_End{End: end}})
 		sub.stop()
 		return nil
 	}

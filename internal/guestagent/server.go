@@ -16,8 +16,14 @@ import (
 	"connectrpc.com/connect"
 
 	"github.com/agentzip/agentzip/api/gen/agentzip/guest/v1/guestv1connect"
+	"github.com/agentzip/agentzip/api/gen/filesystem/filesystemconnect"
 	"github.com/agentzip/agentzip/api/gen/process/processconnect"
+	"github.com/agentzip/agentzip/api/link"
 )
+
+// maxMessage bounds one message of a request: it is held in memory whole. The
+// largest that clients send are pieces of stdin.
+const maxMessage = 16 << 20
 
 // Options are a Server's surroundings. All fields are immutable after New.
 type Options struct {
@@ -29,16 +35,22 @@ type Options struct {
 	Shielded    bool                          // the agent is hidden from the OOM killer
 	Busy        func(bool)                    // called when the first command starts and the last one ended; may be nil
 	SealFile    string                        // exists while sealed, so that an agent that is started again stays so; "" for none
+	// SettingsFile keeps what Configure said for an agent that is started again; "" for none.
+	SettingsFile string
+	MarkDir      string // where the files .E2B_SANDBOX_ID and its siblings go; "" for nowhere
 }
 
 // Server answers the host. It is safe for concurrent use.
 type Server struct {
 	options   Options
 	processes *processes
+	watchers  watchers
+	meter     meter
 	handler   http.Handler
 
-	sealed atomic.Bool
-	// identity orders Quiesce and Personalize, which are whole or not at all.
+	current atomic.Pointer[settings] // never nil
+	sealed  atomic.Bool
+	// identity orders Quiesce, Personalize and Configure, which are whole or not at all.
 	identity sync.Mutex
 }
 
@@ -54,13 +66,20 @@ func New(o Options) *Server {
 	mux := http.NewServeMux()
 	// No compression: it costs the guest time to save copies within one machine,
 	// and flow control would count bytes before they are inflated at the host.
-	plain := connect.WithCompression("gzip", nil, nil)
+	plain := connect.WithHandlerOptions(connect.WithCompression("gzip", nil, nil), connect.WithReadMaxBytes(maxMessage))
 	mux.Handle(processconnect.NewProcessHandler(&processService{server: s}, plain))
+	mux.Handle(filesystemconnect.NewFilesystemHandler(&filesystemService{server: s}, plain))
 	mux.Handle(guestv1connect.NewGuestHandler(&guestService{server: s}, plain))
 	mux.HandleFunc("GET /files", s.download)
 	mux.HandleFunc("POST /files", s.upload)
+	mux.HandleFunc("GET /metrics", s.metrics)
+	mux.HandleFunc("GET /envs", s.envs)
+	mux.HandleFunc("POST "+link.DialPath, s.dial)
 	mux.HandleFunc("GET /health", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) })
 	s.handler = s.gate(mux)
+	if err := s.loadSettings(); err != nil {
+		log.Printf("agentzip-guest: %v", err) // the host says them again; without an agent it cannot
+	}
 	if o.SealFile != "" {
 		_, err := os.Stat(o.SealFile)
 		s.sealed.Store(!errors.Is(err, fs.ErrNotExist))
@@ -96,10 +115,13 @@ func (s *Server) Serve(l net.Listener) error {
 		Handler:   s.handler,
 		Protocols: &protocols,
 		HTTP2: &http.HTTP2Config{
-			MaxConcurrentStreams: 1000,
-			// What an upload may have in flight: the guest's disk is slower than the link.
-			MaxReceiveBufferPerConnection: 1 << 20,
-			MaxReceiveBufferPerStream:     256 << 10,
+			// Every connection to a port of the guest is one.
+			MaxConcurrentStreams: 20_000,
+			// What a stream may have in flight: less starves uploads on a busy host. The
+			// connection's is what 256 streams whose readers sleep may hold before
+			// they hold up the others.
+			MaxReceiveBufferPerConnection: 32 << 20,
+			MaxReceiveBufferPerStream:     128 << 10,
 		},
 		ErrorLog: log.New(os.Stderr, "agentzip-guest: ", 0),
 	}
@@ -119,10 +141,10 @@ func (s *Server) gate(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch {
 		case !s.sealed.Load():
-		case strings.HasPrefix(r.URL.Path, "/"+processconnect.ProcessName+"/"):
+		case strings.HasPrefix(r.URL.Path, "/"+processconnect.ProcessName+"/"), strings.HasPrefix(r.URL.Path, "/"+filesystemconnect.FilesystemName+"/"):
 			_ = rpcErrors.Write(w, r, connect.NewError(connect.CodeFailedPrecondition, errSealed))
 			return
-		case r.URL.Path == "/files":
+		case r.URL.Path == "/files", r.URL.Path == link.DialPath:
 			writeError(w, http.StatusPreconditionFailed, errSealed.Error())
 			return
 		}
@@ -139,6 +161,9 @@ func writeError(w http.ResponseWriter, status int, message string) {
 		Message string `json:"message"`
 	}{status, message})
 }
+
+// Close ends the watchers that clients left behind. Call it after Serve has returned.
+func (s *Server) Close() { s.watchers.closeAll() }
 
 // Drain waits until no command runs, at most for limit. Tests and Shutdown use it.
 func (s *Server) Drain(limit time.Duration) bool {

@@ -3,6 +3,7 @@ package guestagent
 import (
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -69,10 +70,19 @@ func TestPathsStartAtHome(t *testing.T) {
 	t.Parallel()
 	a := Account{Home: "/home/user"}
 	for path, want := range map[string]string{
-		"~": "/home/user", "~/x": "/home/user/x", "x/../y": "/home/user/y", "/a//b": "/a/b", "~other": "/home/user/~other", "": "/home/user",
+		"~": "/home/user", "~/x": "/home/user/x", "x/../y": "/home/user/y", "/a//b": "/a/b", "": "/home/user",
+		"/../../etc": "/etc", "../x": "/home/x", "caf\xe9": "/home/user/caf\xe9",
 	} {
-		if got := a.resolve(path); got != want {
-			t.Errorf("resolve(%q) = %q, want %q", path, got, want)
+		if got, err := a.resolve(path, ""); got != want || err != nil {
+			t.Errorf("resolve(%q) = %q, %v, want %q", path, got, err, want)
+		}
+	}
+	if got, err := a.resolve("", "/work"); got != "/work" || err != nil {
+		t.Errorf("an empty path = %q, %v, want the work folder", got, err)
+	}
+	for _, path := range []string{"a\x00b", "~other", "~other/x", strings.Repeat("a/", 40000)} {
+		if got, err := a.resolve(path, ""); err == nil {
+			t.Errorf("resolve(%.20q) = %.20q, want an error", path, got)
 		}
 	}
 }

@@ -3,9 +3,7 @@ package guestagent
 import (
 	"fmt"
 	"os/user"
-	"path/filepath"
 	"strconv"
-	"strings"
 )
 
 // Account is what the agent needs to know of a user.
@@ -46,18 +44,4 @@ func LookupAccount(name string) (Account, error) {
 		}
 	}
 	return a, nil
-}
-
-// resolve makes a path of a request absolute: "~" and relative paths start at
-// the account's home.
-func (a Account) resolve(path string) string {
-	switch {
-	case path == "~":
-		path = a.Home
-	case strings.HasPrefix(path, "~/"):
-		path = filepath.Join(a.Home, path[2:])
-	case !filepath.IsAbs(path):
-		path = filepath.Join(a.Home, path)
-	}
-	return filepath.Clean(path)
 }

@@ -220,6 +220,42 @@ type Identity struct {
 	Hostname  string
 	MachineID string // 32 lower-case hexadecimal digits
 	BootID    string // a lower-case UUID
+	// Settings are in force before the first command; nil leaves them as they are.
+	Settings *Settings
+}
+
+// Settings are what a sandbox is told about itself. What is nil stays as it is.
+type Settings struct {
+	SandboxID, TemplateID *string
+	// AccessToken is what programs inside the guest must show at localhost:49983.
+	AccessToken *string
+	// Envs replaces the variables of every command; an empty map removes them all.
+	Envs map[string]string
+	// DefaultUser and DefaultWorkdir hold where a request names none; "" is "user" and its home.
+	DefaultUser, DefaultWorkdir *string
+	// Internet raises or lowers the guest's network interface, if it has one.
+	// What a guest can reach is decided by its VMM, not by this.
+	Internet *bool
+}
+
+func (s *Settings) message() *guestv1.Settings {
+	if s == nil {
+		return nil
+	}
+	m := &guestv1.Settings{
+		SandboxId: s.SandboxID, TemplateId: s.TemplateID, AccessToken: s.AccessToken,
+		DefaultUser: s.DefaultUser, DefaultWorkdir: s.DefaultWorkdir, Internet: s.Internet,
+	}
+	if s.Envs != nil {
+		m.Envs = &guestv1.Settings_Envs{Values: s.Envs}
+	}
+	return m
+}
+
+// Configure changes the settings of a running sandbox.
+func (c *Client) Configure(ctx context.Context, s Settings) error {
+	_, err := c.guest.Configure(ctx, connect.NewRequest(&guestv1.ConfigureRequest{Settings: s.message()}))
+	return c.describe(ctx, "configure guest", err)
 }
 
 // Personalize gives the guest its identity and lets it accept commands. It
@@ -255,6 +291,7 @@ func (c *Client) Personalize(ctx context.Context, id Identity) error {
 func (c *Client) personalize(ctx context.Context, id Identity) error {
 	resp, err := c.guest.Personalize(ctx, connect.NewRequest(&guestv1.PersonalizeRequest{
 		Entropy: id.Entropy, Time: timestamppb.New(id.Time), Hostname: id.Hostname, MachineId: id.MachineID, BootId: id.BootID,
+		Settings: id.Settings.message(),
 	}))
 	if err != nil {
 		return c.describe(ctx, "personalize guest", err)

@@ -101,6 +101,7 @@ func (cmd Command) request() (*connect.Request[pb.StartRequest], error) {
 	}
 	req := connect.NewRequest(start)
 	setUser(req.Header(), cmd.User)
+	req.Header().Set("Keepalive-Ping-Interval", "0") // nothing between us drops a silent stream
 	if cmd.Timeout > 0 {
 		req.Header().Set("Connect-Timeout-Ms", strconv.FormatInt(max(cmd.Timeout.Milliseconds(), 1), 10))
 	}

@@ -93,7 +93,7 @@ func TestWhatCannotBeStartedIsAnError(t *testing.T) {
 		{"a missing working folder", guestlink.Command{Args: []string{"true"}, Cwd: "/no/such"}, connect.CodeInvalidArgument, "cwd '/no/such' does not exist"},
 		{"a file as working folder", guestlink.Command{Args: []string{"true"}, Cwd: "/etc/passwd"}, connect.CodeInvalidArgument, "cwd '/etc/passwd' does not exist"},
 		{"an unknown user", guestlink.Command{Args: []string{"true"}, User: "nobody-here"}, connect.CodeUnauthenticated, "invalid username: 'nobody-here'"},
-		{"an argument with a zero byte", guestlink.Command{Args: []string{"echo", "a\x00b"}}, connect.CodeInvalidArgument, "invalid argument"},
+		{"an argument with a zero byte", guestlink.Command{Args: []string{"echo", "a\x00b"}}, connect.CodeInvalidArgument, "must not contain NUL"},
 		{"an argument longer than the kernel takes", guestlink.Command{Args: []string{"echo", strings.Repeat("x", 1<<18)}}, connect.CodeInvalidArgument, "argument list too long"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

@@ -9,6 +9,8 @@
 // down is final: calls fail with ErrLinkDown, wrapped, and what ran in the
 // guest goes on there. Make a new Client on a new connection to go on.
 //
+// Dial gives connections to ports of the guest: each is one stream of the session.
+//
 // The Client sends nothing by itself: no pings, no timers. Output of a command
 // is bounded by HTTP/2 flow control; a slow writer slows the command down.
 //

@@ -7,6 +7,8 @@ import (
 	"net"
 	"os"
 	"os/user"
+	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -252,6 +254,7 @@ func (f *fakeSystem) SetTime(t time.Time) error {
 func (f *fakeSystem) SetHostname(v string) error     { return f.set("hostname", v) }
 func (f *fakeSystem) SetMachineID(v string) error    { return f.set("machine-id", v) }
 func (f *fakeSystem) SetBootID(v string) error       { return f.set("boot-id", v) }
+func (f *fakeSystem) SetInternet(up bool) error      { return f.set("internet", strconv.FormatBool(up)) }
 func (f *fakeSystem) Hostname() (string, error)      { return f.get("hostname") }
 func (f *fakeSystem) MachineID() (string, error)     { return f.get("machine-id") }
 func (f *fakeSystem) BootID() (string, error)        { return f.get("boot-id") }
@@ -265,8 +268,10 @@ type guest struct {
 	system *fakeSystem
 	home   string
 	seal   string // the agent's SealFile
-	server *guestagent.Server
-	end    func() // ends the agent, once
+	// settings and marks are the agent's SettingsFile and MarkDir.
+	settings, marks string
+	server          *guestagent.Server
+	end             func() // ends the agent, once
 }
 
 // account runs commands as whoever runs the test.
@@ -290,8 +295,12 @@ func startGuest(t *testing.T, quiet bool) *guest {
 func (g *guest) startAgent(t *testing.T) {
 	t.Helper()
 	me := account(t, g.home)
+	if g.settings == "" {
+		dir := t.TempDir()
+		g.settings, g.marks = filepath.Join(dir, "settings.json"), filepath.Join(dir, "e2b")
+	}
 	server := guestagent.New(guestagent.Options{
-		System: g.system, Version: "test", SealFile: g.seal, Env: map[string]string{"SANDBOX": "yes"},
+		System: g.system, Version: "test", SealFile: g.seal, SettingsFile: g.settings, MarkDir: g.marks, Env: map[string]string{"SANDBOX": "yes"},
 		Lookup: func(name string) (guestagent.Account, error) {
 			if name == "user" || name == me.Name {
 				return me, nil
@@ -311,6 +320,7 @@ func (g *guest) startAgent(t *testing.T) {
 		if err := <-served; err != nil {
 			t.Errorf("agent: %v", err)
 		}
+		server.Close()
 	})
 }
 

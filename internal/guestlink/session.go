@@ -45,9 +45,10 @@ func open(ctx context.Context, conn net.Conn) (*session, error) {
 		DialContext:        func(context.Context, string, string) (net.Conn, error) { return rc, nil },
 		HTTP2: &http.HTTP2Config{
 			MaxReceiveBufferPerStream: streamBuffer,
-			// The largest the library takes. One stream's slow reader must not
-			// close the window of the others.
-			MaxReceiveBufferPerConnection: 4<<20 - 1,
+			// What 256 streams whose readers sleep may hold before they close the
+			// window of the others. (The documentation of net/http allows less than
+			// 4 MiB, its code more; a value it does not take becomes 1 GiB.)
+			MaxReceiveBufferPerConnection: 64 << 20,
 		},
 	}
 	cc, err := transport.NewClientConn(ctx, "http", "guest:80")

@@ -36,6 +36,11 @@ var settings = []struct{ path, value string }{
 	{"/sys/kernel/mm/transparent_hugepage/enabled", "madvise"}, // a 2 MiB page makes 512 pages private for one write
 	{"/sys/kernel/mm/transparent_hugepage/khugepaged/defrag", "0"},
 	{"/proc/sys/net/ipv4/ping_group_range", "0 2147483647"}, // ping without root
+	// The agent writes files as root where their user may not; a link to a file
+	// of root must then not be there (guestagent/rights.go).
+	{"/proc/sys/fs/protected_hardlinks", "1"},
+	{"/proc/sys/fs/protected_symlinks", "1"},
+	{"/proc/sys/net/ipv6/conf/default/disable_ipv6", "1"}, // loopback keeps its ::1; others would solicit routers
 	{"/proc/sys/fs/inotify/max_user_watches", "65536"},
 	{"/proc/sys/fs/inotify/max_user_instances", "1024"},
 }

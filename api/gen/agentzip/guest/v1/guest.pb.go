@@ -256,7 +256,9 @@ type PersonalizeRequest struct {
 	// machine_id is 32 lower-case hexadecimal digits.
 	MachineId string `protobuf:"bytes,4,opt,name=machine_id,json=machineId,proto3" json:"machine_id,omitempty"`
 	// boot_id is a lower-case UUID with dashes.
-	BootId        string `protobuf:"bytes,5,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
+	BootId string `protobuf:"bytes,5,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
+	// settings are in force before the first command; absent: as in ConfigureRequest.
+	Settings      *Settings `protobuf:"bytes,6,opt,name=settings,proto3" json:"settings,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -326,6 +328,191 @@ func (x *PersonalizeRequest) GetBootId() string {
 	return ""
 }
 
+func (x *PersonalizeRequest) GetSettings() *Settings {
+	if x != nil {
+		return x.Settings
+	}
+	return nil
+}
+
+// Settings are what a sandbox is told about itself. A clone of a running sandbox
+// has those of its source until it is told others.
+type Settings struct {
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	SandboxId  *string                `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3,oneof" json:"sandbox_id,omitempty"`
+	TemplateId *string                `protobuf:"bytes,2,opt,name=template_id,json=templateId,proto3,oneof" json:"template_id,omitempty"`
+	// access_token is what the agent's port inside the guest (49983) asks for; empty: nobody is let in.
+	AccessToken *string `protobuf:"bytes,3,opt,name=access_token,json=accessToken,proto3,oneof" json:"access_token,omitempty"`
+	// envs replace the variables of every command.
+	Envs *Settings_Envs `protobuf:"bytes,4,opt,name=envs,proto3" json:"envs,omitempty"`
+	// default_user and default_workdir hold where a request names none.
+	DefaultUser    *string `protobuf:"bytes,5,opt,name=default_user,json=defaultUser,proto3,oneof" json:"default_user,omitempty"`
+	DefaultWorkdir *string `protobuf:"bytes,6,opt,name=default_workdir,json=defaultWorkdir,proto3,oneof" json:"default_workdir,omitempty"`
+	// internet raises or lowers the network interface, if the guest has one.
+	Internet      *bool `protobuf:"varint,7,opt,name=internet,proto3,oneof" json:"internet,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Settings) Reset() {
+	*x = Settings{}
+	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Settings) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Settings) ProtoMessage() {}
+
+func (x *Settings) ProtoReflect() protoreflect.Message {
+	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Settings.ProtoReflect.Descriptor instead.
+func (*Settings) Descriptor() ([]byte, []int) {
+	return file_agentzip_guest_v1_guest_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *Settings) GetSandboxId() string {
+	if x != nil && x.SandboxId != nil {
+		return *x.SandboxId
+	}
+	return ""
+}
+
+func (x *Settings) GetTemplateId() string {
+	if x != nil && x.TemplateId != nil {
+		return *x.TemplateId
+	}
+	return ""
+}
+
+func (x *Settings) GetAccessToken() string {
+	if x != nil && x.AccessToken != nil {
+		return *x.AccessToken
+	}
+	return ""
+}
+
+func (x *Settings) GetEnvs() *Settings_Envs {
+	if x != nil {
+		return x.Envs
+	}
+	return nil
+}
+
+func (x *Settings) GetDefaultUser() string {
+	if x != nil && x.DefaultUser != nil {
+		return *x.DefaultUser
+	}
+	return ""
+}
+
+func (x *Settings) GetDefaultWorkdir() string {
+	if x != nil && x.DefaultWorkdir != nil {
+		return *x.DefaultWorkdir
+	}
+	return ""
+}
+
+func (x *Settings) GetInternet() bool {
+	if x != nil && x.Internet != nil {
+		return *x.Internet
+	}
+	return false
+}
+
+type ConfigureRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Settings      *Settings              `protobuf:"bytes,1,opt,name=settings,proto3" json:"settings,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConfigureRequest) Reset() {
+	*x = ConfigureRequest{}
+	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConfigureRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConfigureRequest) ProtoMessage() {}
+
+func (x *ConfigureRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConfigureRequest.ProtoReflect.Descriptor instead.
+func (*ConfigureRequest) Descriptor() ([]byte, []int) {
+	return file_agentzip_guest_v1_guest_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *ConfigureRequest) GetSettings() *Settings {
+	if x != nil {
+		return x.Settings
+	}
+	return nil
+}
+
+type ConfigureResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConfigureResponse) Reset() {
+	*x = ConfigureResponse{}
+	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConfigureResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConfigureResponse) ProtoMessage() {}
+
+func (x *ConfigureResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConfigureResponse.ProtoReflect.Descriptor instead.
+func (*ConfigureResponse) Descriptor() ([]byte, []int) {
+	return file_agentzip_guest_v1_guest_proto_rawDescGZIP(), []int{7}
+}
+
 // PersonalizeResponse acknowledges each item with what the guest reads back.
 type PersonalizeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -341,7 +528,7 @@ type PersonalizeResponse struct {
 
 func (x *PersonalizeResponse) Reset() {
 	*x = PersonalizeResponse{}
-	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[5]
+	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -353,7 +540,7 @@ func (x *PersonalizeResponse) String() string {
 func (*PersonalizeResponse) ProtoMessage() {}
 
 func (x *PersonalizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[5]
+	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -366,7 +553,7 @@ func (x *PersonalizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PersonalizeResponse.ProtoReflect.Descriptor instead.
 func (*PersonalizeResponse) Descriptor() ([]byte, []int) {
-	return file_agentzip_guest_v1_guest_proto_rawDescGZIP(), []int{5}
+	return file_agentzip_guest_v1_guest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *PersonalizeResponse) GetEntropyCredited() uint32 {
@@ -414,7 +601,7 @@ type ShutdownRequest struct {
 
 func (x *ShutdownRequest) Reset() {
 	*x = ShutdownRequest{}
-	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[6]
+	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -426,7 +613,7 @@ func (x *ShutdownRequest) String() string {
 func (*ShutdownRequest) ProtoMessage() {}
 
 func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[6]
+	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -439,7 +626,7 @@ func (x *ShutdownRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownRequest) Descriptor() ([]byte, []int) {
-	return file_agentzip_guest_v1_guest_proto_rawDescGZIP(), []int{6}
+	return file_agentzip_guest_v1_guest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ShutdownRequest) GetReboot() bool {
@@ -457,7 +644,7 @@ type ShutdownResponse struct {
 
 func (x *ShutdownResponse) Reset() {
 	*x = ShutdownResponse{}
-	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[7]
+	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -469,7 +656,7 @@ func (x *ShutdownResponse) String() string {
 func (*ShutdownResponse) ProtoMessage() {}
 
 func (x *ShutdownResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[7]
+	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -482,7 +669,51 @@ func (x *ShutdownResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownResponse.ProtoReflect.Descriptor instead.
 func (*ShutdownResponse) Descriptor() ([]byte, []int) {
-	return file_agentzip_guest_v1_guest_proto_rawDescGZIP(), []int{7}
+	return file_agentzip_guest_v1_guest_proto_rawDescGZIP(), []int{10}
+}
+
+type Settings_Envs struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Values        map[string]string      `protobuf:"bytes,1,rep,name=values,proto3" json:"values,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Settings_Envs) Reset() {
+	*x = Settings_Envs{}
+	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Settings_Envs) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Settings_Envs) ProtoMessage() {}
+
+func (x *Settings_Envs) ProtoReflect() protoreflect.Message {
+	mi := &file_agentzip_guest_v1_guest_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Settings_Envs.ProtoReflect.Descriptor instead.
+func (*Settings_Envs) Descriptor() ([]byte, []int) {
+	return file_agentzip_guest_v1_guest_proto_rawDescGZIP(), []int{5, 0}
+}
+
+func (x *Settings_Envs) GetValues() map[string]string {
+	if x != nil {
+		return x.Values
+	}
+	return nil
 }
 
 var File_agentzip_guest_v1_guest_proto protoreflect.FileDescriptor
@@ -504,14 +735,39 @@ const file_agentzip_guest_v1_guest_proto_rawDesc = "" +
 	"\vdrop_caches\x18\x01 \x01(\bR\n" +
 	"dropCaches\x12%\n" +
 	"\x0ecompact_memory\x18\x02 \x01(\bR\rcompactMemory\"\x11\n" +
-	"\x0fQuiesceResponse\"\xb2\x01\n" +
+	"\x0fQuiesceResponse\"\xeb\x01\n" +
 	"\x12PersonalizeRequest\x12\x18\n" +
 	"\aentropy\x18\x01 \x01(\fR\aentropy\x12.\n" +
 	"\x04time\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x1a\n" +
 	"\bhostname\x18\x03 \x01(\tR\bhostname\x12\x1d\n" +
 	"\n" +
 	"machine_id\x18\x04 \x01(\tR\tmachineId\x12\x17\n" +
-	"\aboot_id\x18\x05 \x01(\tR\x06bootId\"\xc4\x01\n" +
+	"\aboot_id\x18\x05 \x01(\tR\x06bootId\x127\n" +
+	"\bsettings\x18\x06 \x01(\v2\x1b.agentzip.guest.v1.SettingsR\bsettings\"\x95\x04\n" +
+	"\bSettings\x12\"\n" +
+	"\n" +
+	"sandbox_id\x18\x01 \x01(\tH\x00R\tsandboxId\x88\x01\x01\x12$\n" +
+	"\vtemplate_id\x18\x02 \x01(\tH\x01R\n" +
+	"templateId\x88\x01\x01\x12&\n" +
+	"\faccess_token\x18\x03 \x01(\tH\x02R\vaccessToken\x88\x01\x01\x124\n" +
+	"\x04envs\x18\x04 \x01(\v2 .agentzip.guest.v1.Settings.EnvsR\x04envs\x12&\n" +
+	"\fdefault_user\x18\x05 \x01(\tH\x03R\vdefaultUser\x88\x01\x01\x12,\n" +
+	"\x0fdefault_workdir\x18\x06 \x01(\tH\x04R\x0edefaultWorkdir\x88\x01\x01\x12\x1f\n" +
+	"\binternet\x18\a \x01(\bH\x05R\binternet\x88\x01\x01\x1a\x87\x01\n" +
+	"\x04Envs\x12D\n" +
+	"\x06values\x18\x01 \x03(\v2,.agentzip.guest.v1.Settings.Envs.ValuesEntryR\x06values\x1a9\n" +
+	"\vValuesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01B\r\n" +
+	"\v_sandbox_idB\x0e\n" +
+	"\f_template_idB\x0f\n" +
+	"\r_access_tokenB\x0f\n" +
+	"\r_default_userB\x12\n" +
+	"\x10_default_workdirB\v\n" +
+	"\t_internet\"K\n" +
+	"\x10ConfigureRequest\x127\n" +
+	"\bsettings\x18\x01 \x01(\v2\x1b.agentzip.guest.v1.SettingsR\bsettings\"\x13\n" +
+	"\x11ConfigureResponse\"\xc4\x01\n" +
 	"\x13PersonalizeResponse\x12)\n" +
 	"\x10entropy_credited\x18\x01 \x01(\rR\x0fentropyCredited\x12.\n" +
 	"\x04time\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x1a\n" +
@@ -521,11 +777,12 @@ const file_agentzip_guest_v1_guest_proto_rawDesc = "" +
 	"\aboot_id\x18\x05 \x01(\tR\x06bootId\")\n" +
 	"\x0fShutdownRequest\x12\x16\n" +
 	"\x06reboot\x18\x01 \x01(\bR\x06reboot\"\x12\n" +
-	"\x10ShutdownResponse2\xdb\x02\n" +
+	"\x10ShutdownResponse2\xb3\x03\n" +
 	"\x05Guest\x12M\n" +
 	"\x06Health\x12 .agentzip.guest.v1.HealthRequest\x1a!.agentzip.guest.v1.HealthResponse\x12P\n" +
 	"\aQuiesce\x12!.agentzip.guest.v1.QuiesceRequest\x1a\".agentzip.guest.v1.QuiesceResponse\x12\\\n" +
-	"\vPersonalize\x12%.agentzip.guest.v1.PersonalizeRequest\x1a&.agentzip.guest.v1.PersonalizeResponse\x12S\n" +
+	"\vPersonalize\x12%.agentzip.guest.v1.PersonalizeRequest\x1a&.agentzip.guest.v1.PersonalizeResponse\x12V\n" +
+	"\tConfigure\x12#.agentzip.guest.v1.ConfigureRequest\x1a$.agentzip.guest.v1.ConfigureResponse\x12S\n" +
 	"\bShutdown\x12\".agentzip.guest.v1.ShutdownRequest\x1a#.agentzip.guest.v1.ShutdownResponseB@Z>github.com/agentzip/agentzip/api/gen/agentzip/guest/v1;guestv1b\x06proto3"
 
 var (
@@ -540,37 +797,48 @@ func file_agentzip_guest_v1_guest_proto_rawDescGZIP() []byte {
 	return file_agentzip_guest_v1_guest_proto_rawDescData
 }
 
-var file_agentzip_guest_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
+var file_agentzip_guest_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
 var file_agentzip_guest_v1_guest_proto_goTypes = []any{
 	(*HealthRequest)(nil),         // 0: agentzip.guest.v1.HealthRequest
 	(*HealthResponse)(nil),        // 1: agentzip.guest.v1.HealthResponse
 	(*QuiesceRequest)(nil),        // 2: agentzip.guest.v1.QuiesceRequest
 	(*QuiesceResponse)(nil),       // 3: agentzip.guest.v1.QuiesceResponse
 	(*PersonalizeRequest)(nil),    // 4: agentzip.guest.v1.PersonalizeRequest
-	(*PersonalizeResponse)(nil),   // 5: agentzip.guest.v1.PersonalizeResponse
-	(*ShutdownRequest)(nil),       // 6: agentzip.guest.v1.ShutdownRequest
-	(*ShutdownResponse)(nil),      // 7: agentzip.guest.v1.ShutdownResponse
-	(*durationpb.Duration)(nil),   // 8: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil), // 9: google.protobuf.Timestamp
+	(*Settings)(nil),              // 5: agentzip.guest.v1.Settings
+	(*ConfigureRequest)(nil),      // 6: agentzip.guest.v1.ConfigureRequest
+	(*ConfigureResponse)(nil),     // 7: agentzip.guest.v1.ConfigureResponse
+	(*PersonalizeResponse)(nil),   // 8: agentzip.guest.v1.PersonalizeResponse
+	(*ShutdownRequest)(nil),       // 9: agentzip.guest.v1.ShutdownRequest
+	(*ShutdownResponse)(nil),      // 10: agentzip.guest.v1.ShutdownResponse
+	(*Settings_Envs)(nil),         // 11: agentzip.guest.v1.Settings.Envs
+	nil,                           // 12: agentzip.guest.v1.Settings.Envs.ValuesEntry
+	(*durationpb.Duration)(nil),   // 13: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil), // 14: google.protobuf.Timestamp
 }
 var file_agentzip_guest_v1_guest_proto_depIdxs = []int32{
-	8, // 0: agentzip.guest.v1.HealthResponse.uptime:type_name -> google.protobuf.Duration
-	9, // 1: agentzip.guest.v1.HealthResponse.guest_time:type_name -> google.protobuf.Timestamp
-	9, // 2: agentzip.guest.v1.PersonalizeRequest.time:type_name -> google.protobuf.Timestamp
-	9, // 3: agentzip.guest.v1.PersonalizeResponse.time:type_name -> google.protobuf.Timestamp
-	0, // 4: agentzip.guest.v1.Guest.Health:input_type -> agentzip.guest.v1.HealthRequest
-	2, // 5: agentzip.guest.v1.Guest.Quiesce:input_type -> agentzip.guest.v1.QuiesceRequest
-	4, // 6: agentzip.guest.v1.Guest.Personalize:input_type -> agentzip.guest.v1.PersonalizeRequest
-	6, // 7: agentzip.guest.v1.Guest.Shutdown:input_type -> agentzip.guest.v1.ShutdownRequest
-	1, // 8: agentzip.guest.v1.Guest.Health:output_type -> agentzip.guest.v1.HealthResponse
-	3, // 9: agentzip.guest.v1.Guest.Quiesce:output_type -> agentzip.guest.v1.QuiesceResponse
-	5, // 10: agentzip.guest.v1.Guest.Personalize:output_type -> agentzip.guest.v1.PersonalizeResponse
-	7, // 11: agentzip.guest.v1.Guest.Shutdown:output_type -> agentzip.guest.v1.ShutdownResponse
-	8, // [8:12] is the sub-list for method output_type
-	4, // [4:8] is the sub-list for method input_type
-	4, // [4:4] is the sub-list for extension type_name
-	4, // [4:4] is the sub-list for extension extendee
-	0, // [0:4] is the sub-list for field type_name
+	13, // 0: agentzip.guest.v1.HealthResponse.uptime:type_name -> google.protobuf.Duration
+	14, // 1: agentzip.guest.v1.HealthResponse.guest_time:type_name -> google.protobuf.Timestamp
+	14, // 2: agentzip.guest.v1.PersonalizeRequest.time:type_name -> google.protobuf.Timestamp
+	5,  // 3: agentzip.guest.v1.PersonalizeRequest.settings:type_name -> agentzip.guest.v1.Settings
+	11, // 4: agentzip.guest.v1.Settings.envs:type_name -> agentzip.guest.v1.Settings.Envs
+	5,  // 5: agentzip.guest.v1.ConfigureRequest.settings:type_name -> agentzip.guest.v1.Settings
+	14, // 6: agentzip.guest.v1.PersonalizeResponse.time:type_name -> google.protobuf.Timestamp
+	12, // 7: agentzip.guest.v1.Settings.Envs.values:type_name -> agentzip.guest.v1.Settings.Envs.ValuesEntry
+	0,  // 8: agentzip.guest.v1.Guest.Health:input_type -> agentzip.guest.v1.HealthRequest
+	2,  // 9: agentzip.guest.v1.Guest.Quiesce:input_type -> agentzip.guest.v1.QuiesceRequest
+	4,  // 10: agentzip.guest.v1.Guest.Personalize:input_type -> agentzip.guest.v1.PersonalizeRequest
+	6,  // 11: agentzip.guest.v1.Guest.Configure:input_type -> agentzip.guest.v1.ConfigureRequest
+	9,  // 12: agentzip.guest.v1.Guest.Shutdown:input_type -> agentzip.guest.v1.ShutdownRequest
+	1,  // 13: agentzip.guest.v1.Guest.Health:output_type -> agentzip.guest.v1.HealthResponse
+	3,  // 14: agentzip.guest.v1.Guest.Quiesce:output_type -> agentzip.guest.v1.QuiesceResponse
+	8,  // 15: agentzip.guest.v1.Guest.Personalize:output_type -> agentzip.guest.v1.PersonalizeResponse
+	7,  // 16: agentzip.guest.v1.Guest.Configure:output_type -> agentzip.guest.v1.ConfigureResponse
+	10, // 17: agentzip.guest.v1.Guest.Shutdown:output_type -> agentzip.guest.v1.ShutdownResponse
+	13, // [13:18] is the sub-list for method output_type
+	8,  // [8:13] is the sub-list for method input_type
+	8,  // [8:8] is the sub-list for extension type_name
+	8,  // [8:8] is the sub-list for extension extendee
+	0,  // [0:8] is the sub-list for field type_name
 }
 
 func init() { file_agentzip_guest_v1_guest_proto_init() }
@@ -578,13 +846,14 @@ func file_agentzip_guest_v1_guest_proto_init() {
 	if File_agentzip_guest_v1_guest_proto != nil {
 		return
 	}
+	file_agentzip_guest_v1_guest_proto_msgTypes[5].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_agentzip_guest_v1_guest_proto_rawDesc), len(file_agentzip_guest_v1_guest_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   8,
+			NumMessages:   13,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -42,6 +42,8 @@ const (
 	GuestQuiesceProcedure = "/agentzip.guest.v1.Guest/Quiesce"
 	// GuestPersonalizeProcedure is the fully-qualified name of the Guest's Personalize RPC.
 	GuestPersonalizeProcedure = "/agentzip.guest.v1.Guest/Personalize"
+	// GuestConfigureProcedure is the fully-qualified name of the Guest's Configure RPC.
+	GuestConfigureProcedure = "/agentzip.guest.v1.Guest/Configure"
 	// GuestShutdownProcedure is the fully-qualified name of the Guest's Shutdown RPC.
 	GuestShutdownProcedure = "/agentzip.guest.v1.Guest/Shutdown"
 )
@@ -55,6 +57,9 @@ type GuestClient interface {
 	Quiesce(context.Context, *connect.Request[v1.QuiesceRequest]) (*connect.Response[v1.QuiesceResponse], error)
 	// Personalize gives a clone what no two clones may share, and unseals it.
 	Personalize(context.Context, *connect.Request[v1.PersonalizeRequest]) (*connect.Response[v1.PersonalizeResponse], error)
+	// Configure changes the settings of a running sandbox. What a request leaves
+	// out stays as it is.
+	Configure(context.Context, *connect.Request[v1.ConfigureRequest]) (*connect.Response[v1.ConfigureResponse], error)
 	// Shutdown ends the guest in an orderly way. The answer comes before the end.
 	Shutdown(context.Context, *connect.Request[v1.ShutdownRequest]) (*connect.Response[v1.ShutdownResponse], error)
 }
@@ -88,6 +93,12 @@ func NewGuestClient(httpClient connect.HTTPClient, baseURL string, opts ...conne
 			connect.WithSchema(guestMethods.ByName("Personalize")),
 			connect.WithClientOptions(opts...),
 		),
+		configure: connect.NewClient[v1.ConfigureRequest, v1.ConfigureResponse](
+			httpClient,
+			baseURL+GuestConfigureProcedure,
+			connect.WithSchema(guestMethods.ByName("Configure")),
+			connect.WithClientOptions(opts...),
+		),
 		shutdown: connect.NewClient[v1.ShutdownRequest, v1.ShutdownResponse](
 			httpClient,
 			baseURL+GuestShutdownProcedure,
@@ -102,6 +113,7 @@ type guestClient struct {
 	health      *connect.Client[v1.HealthRequest, v1.HealthResponse]
 	quiesce     *connect.Client[v1.QuiesceRequest, v1.QuiesceResponse]
 	personalize *connect.Client[v1.PersonalizeRequest, v1.PersonalizeResponse]
+	configure   *connect.Client[v1.ConfigureRequest, v1.ConfigureResponse]
 	shutdown    *connect.Client[v1.ShutdownRequest, v1.ShutdownResponse]
 }
 
@@ -120,6 +132,11 @@ func (c *guestClient) Personalize(ctx context.Context, req *connect.Request[v1.P
 	return c.personalize.CallUnary(ctx, req)
 }
 
+// Configure calls agentzip.guest.v1.Guest.Configure.
+func (c *guestClient) Configure(ctx context.Context, req *connect.Request[v1.ConfigureRequest]) (*connect.Response[v1.ConfigureResponse], error) {
+	return c.configure.CallUnary(ctx, req)
+}
+
 // Shutdown calls agentzip.guest.v1.Guest.Shutdown.
 func (c *guestClient) Shutdown(ctx context.Context, req *connect.Request[v1.ShutdownRequest]) (*connect.Response[v1.ShutdownResponse], error) {
 	return c.shutdown.CallUnary(ctx, req)
@@ -134,6 +151,9 @@ type GuestHandler interface {
 	Quiesce(context.Context, *connect.Request[v1.QuiesceRequest]) (*connect.Response[v1.QuiesceResponse], error)
 	// Personalize gives a clone what no two clones may share, and unseals it.
 	Personalize(context.Context, *connect.Request[v1.PersonalizeRequest]) (*connect.Response[v1.PersonalizeResponse], error)
+	// Configure changes the settings of a running sandbox. What a request leaves
+	// out stays as it is.
+	Configure(context.Context, *connect.Request[v1.ConfigureRequest]) (*connect.Response[v1.ConfigureResponse], error)
 	// Shutdown ends the guest in an orderly way. The answer comes before the end.
 	Shutdown(context.Context, *connect.Request[v1.ShutdownRequest]) (*connect.Response[v1.ShutdownResponse], error)
 }
@@ -163,6 +183,12 @@ func NewGuestHandler(svc GuestHandler, opts ...connect.HandlerOption) (string, h
 		connect.WithSchema(guestMethods.ByName("Personalize")),
 		connect.WithHandlerOptions(opts...),
 	)
+	guestConfigureHandler := connect.NewUnaryHandler(
+		GuestConfigureProcedure,
+		svc.Configure,
+		connect.WithSchema(guestMethods.ByName("Configure")),
+		connect.WithHandlerOptions(opts...),
+	)
 	guestShutdownHandler := connect.NewUnaryHandler(
 		GuestShutdownProcedure,
 		svc.Shutdown,
@@ -177,6 +203,8 @@ func NewGuestHandler(svc GuestHandler, opts ...connect.HandlerOption) (string, h
 			guestQuiesceHandler.ServeHTTP(w, r)
 		case GuestPersonalizeProcedure:
 			guestPersonalizeHandler.ServeHTTP(w, r)
+		case GuestConfigureProcedure:
+			guestConfigureHandler.ServeHTTP(w, r)
 		case GuestShutdownProcedure:
 			guestShutdownHandler.ServeHTTP(w, r)
 		default:
@@ -198,6 +226,10 @@ func (UnimplementedGuestHandler) Quiesce(context.Context, *connect.Request[v1.Qu
 
 func (UnimplementedGuestHandler) Personalize(context.Context, *connect.Request[v1.PersonalizeRequest]) (*connect.Response[v1.PersonalizeResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("agentzip.guest.v1.Guest.Personalize is not implemented"))
+}
+
+func (UnimplementedGuestHandler) Configure(context.Context, *connect.Request[v1.ConfigureRequest]) (*connect.Response[v1.ConfigureResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("agentzip.guest.v1.Guest.Configure is not implemented"))
 }
 
 func (UnimplementedGuestHandler) Shutdown(context.Context, *connect.Request[v1.ShutdownRequest]) (*connect.Response[v1.ShutdownResponse], error) {

@@ -80,6 +80,7 @@ type CallResult struct {
 	Stall          time.Duration // time in which at least one fault blocked the guest during the call
 	Faults         uint64        // faults served during the call
 
+	Ways     map[string]FaultCost // restores that faults waited for, by how the page was kept
 	Kinds    map[string]FaultCost // of them by kind, without the stale ones; nil without compression
 	Ahead    uint64               // pages restored ahead meanwhile
 	Progress []StallAt            // how the stall grew, in order; empty where nobody looked

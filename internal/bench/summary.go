@@ -287,7 +287,7 @@ func recordRun(r *run, native NativeResult) report.Run {
 				Sandbox: l.plan.Name, N: n + 1, StartS: c.start.Seconds(), MS: ms(c.res.Duration), StallMS: ms(c.res.Stall),
 				NativeMS: ms(nativeOf(native, i, n)), Faults: c.res.Faults, Exit: c.res.Exit, Signal: c.res.Signal, TimedOut: c.res.TimedOut,
 				OutBytes: len(c.res.Stdout) + len(c.res.Stderr), Ahead: c.res.Ahead,
-				Class: string(l.plan.Trajectory.Steps[n].Kind), Kinds: kindsOf(c.res.Kinds), Progress: progressOf(c.res.Progress),
+				Class: string(l.plan.Trajectory.Steps[n].Kind), Kinds: kindsOf(c.res.Kinds), Ways: kindsOf(c.res.Ways), Progress: progressOf(c.res.Progress),
 			})
 		}
 	}

@@ -20,6 +20,7 @@ func (c *Cohort) Load(w *Worker, dst *units.Page, r Ref) error {
 		return &Damage{r, err}
 	}
 	if r.Public() {
+		w.loaded = WayPublic
 		return wrap(r, c.library.Read(dst, r.id()))
 	}
 	reader := w.reader(c)
@@ -40,6 +41,7 @@ func (c *Cohort) load(w *Worker, reader *pool.Reader, dst *units.Page, r Ref) er
 			return err
 		}
 	}
+	w.loaded = Way(enc.Kind)
 	return describe(r, enc, w.decoder.Decode(dst, enc, base, c.dictionary(enc)))
 }
 

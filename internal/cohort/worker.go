@@ -12,11 +12,16 @@ type Worker struct {
 	encoder *codec.Encoder // nil: it only loads
 	decoder *codec.Decoder
 	readers []bound
+	loaded  Way // of the last page that was loaded
 
 	base  units.Page // a base while a page is decoded or encoded
 	check units.Page // what was stored, decoded
 	best  [codec.MaxData]byte
 }
+
+// Loaded says how the page of the last Load without an error was kept. A page that is shared
+// is kept as whoever stored it first kept it.
+func (w *Worker) Loaded() Way { return w.loaded }
 
 // bound is a reader of one cohort's pool.
 type bound struct {

@@ -49,6 +49,7 @@ func (b *box) watchStall() func(*bench.CallResult) {
 		after, _ := b.Pager()
 		res.Progress = append(points, bench.StallAt{After: time.Since(begin), Stall: after.Stall - before.Stall})
 		res.Ahead = uint64(after.Prefetched.Count - before.Prefetched.Count)
+		res.Ways = waysSince(before, after)
 		res.Kinds = map[string]bench.FaultCost{
 			report.KindEvicted:   cost(before.Blocking, after.Blocking),
 			report.KindProtected: cost(before.Protected, after.Protected),
@@ -61,4 +62,17 @@ func (b *box) watchStall() func(*bench.CallResult) {
 // cost is what was added to a distribution.
 func cost(before, after pager.Latency) bench.FaultCost {
 	return bench.FaultCost{Count: uint64(after.Count - before.Count), Stall: after.Total - before.Total}
+}
+
+// waysSince is what was added to the restores that faults waited for.
+func waysSince(before, after pager.Stats) map[string]bench.FaultCost {
+	ways := map[string]bench.FaultCost{}
+	for _, w := range after.BlockingWays {
+		ways[w.Way.String()] = bench.FaultCost{Count: w.Faults, Stall: w.Stall}
+	}
+	for _, w := range before.BlockingWays {
+		c := ways[w.Way.String()]
+		ways[w.Way.String()] = bench.FaultCost{Count: c.Count - w.Faults, Stall: c.Stall - w.Stall}
+	}
+	return ways
 }

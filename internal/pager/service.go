@@ -38,7 +38,11 @@ func (p *Pager) handle(f guestmem.Fault, w *faultWorker, since time.Time) {
 	if out == outcomeDead {
 		return
 	}
-	p.account(out, time.Since(since))
+	took := time.Since(since)
+	p.account(out, took)
+	if out == outcomeRestore || out == outcomeRestoreWrite {
+		p.stats.noteLoaded(w.codec.Loaded(), took)
+	}
 	if out != outcomeStale {
 		p.tell()
 	}

@@ -41,6 +41,9 @@ type counters struct {
 	wayPages [cohort.NumWays]atomic.Uint64
 	wayBytes [cohort.NumWays]atomic.Uint64
 	evicting atomic.Int64 // nanoseconds in Evict
+
+	wayFaults [cohort.NumWays]atomic.Uint64 // restores that a fault waited for
+	wayStall  [cohort.NumWays]atomic.Int64  // nanoseconds
 }
 
 // WayStats counts the pages that were kept in one way.
@@ -48,6 +51,13 @@ type WayStats struct {
 	Way   cohort.Way
 	Pages uint64
 	Bytes units.Bytes // added to the pool
+}
+
+// WayStall says how long faults waited for pages that were kept in one way.
+type WayStall struct {
+	Way    cohort.Way
+	Faults uint64
+	Stall  time.Duration
 }
 
 // Stats counts since New. All latencies run from the reading of the fault from the kernel
@@ -91,7 +101,8 @@ type Stats struct {
 
 	Leaks uint64 // damaged entries that could not be released
 
-	Ways []WayStats // those that kept a page
+	Ways         []WayStats // those that kept a page
+	BlockingWays []WayStall // Blocking by how the page was kept; those that had a fault
 }
 
 // Stats returns a snapshot. It takes no lock; counters may be a fault apart.
@@ -113,7 +124,18 @@ func (p *Pager) Stats() Stats {
 			s.Ways = append(s.Ways, WayStats{Way: cohort.Way(k), Pages: n, Bytes: units.Bytes(c.wayBytes[k].Load())})
 		}
 	}
+	for k := range cohort.NumWays {
+		if n := c.wayFaults[k].Load(); n > 0 {
+			s.BlockingWays = append(s.BlockingWays, WayStall{Way: cohort.Way(k), Faults: n, Stall: time.Duration(c.wayStall[k].Load())})
+		}
+	}
 	return s
+}
+
+// noteLoaded adds a restore that a fault waited for.
+func (c *counters) noteLoaded(w cohort.Way, took time.Duration) {
+	c.wayFaults[w].Add(1)
+	c.wayStall[w].Add(int64(took))
 }
 
 // noteStall adds the service time of one fault.

@@ -192,6 +192,7 @@ type Call struct {
 
 	Class    string               `json:"class,omitempty"`    // kind of command, as the trajectory has it
 	Kinds    map[string]FaultCost `json:"kinds,omitempty"`    // the faults by kind; without the stale ones
+	Ways     map[string]FaultCost `json:"ways,omitempty"`     // faults on evicted pages, by how the page was kept
 	Ahead    uint64               `json:"ahead,omitempty"`    // pages restored ahead meanwhile
 	Progress []StallAt            `json:"progress,omitempty"` // how the stall grew; from the dispatch on
 }

@@ -35,6 +35,9 @@ func mapSteps(t *Trajectory, steps []rawStep, seed uint64) {
 		}
 		s.Think, s.Drawn = min(waited+think, maxSeconds*time.Second), drawn
 		waited = 0
+		if r.StreamS != nil {
+			s.Lead = min(seconds(*r.StreamS), s.Think)
+		}
 		if r.ExecS != nil {
 			s.Exec = seconds(*r.ExecS)
 		}

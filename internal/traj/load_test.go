@@ -6,6 +6,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -40,8 +41,8 @@ func write(t *testing.T, dir, name, text string) string {
 const (
 	claudeLine = `{"id":"acg/a","task":"t1","repo":"r","steps":[` +
 		`{"n":0,"tool":"TodoWrite","think_s":2,"exec_s":0.5,"args":{"todos":[]}},` +
-		`{"n":1,"tool":"Bash","think_s":3,"exec_s":1.5,"args":{"command":"pip install x","timeout":600000}},` +
-		`{"n":2,"tool":"Grep","think_s":1,"exec_s":0.1,"args":{"pattern":"def (a|b)","output_mode":"content","-n":true,"-C":2,"type":"py","path":"src"}},` +
+		`{"n":1,"tool":"Bash","think_s":3,"exec_s":1.5,"stream_s":0.8,"args":{"command":"pip install x","timeout":600000}},` +
+		`{"n":2,"tool":"Grep","think_s":1,"stream_s":7,"exec_s":0.1,"args":{"pattern":"def (a|b)","output_mode":"content","-n":true,"-C":2,"type":"py","path":"src"}},` +
 		`{"n":3,"tool":"Task","think_s":1,"exec_s":100,"args":{"prompt":"p"}},` +
 		`{"n":4,"tool":"Mystery","think_s":1,"exec_s":100,"args":{}},` +
 		`{"n":5,"tool":"Glob","think_s":0.5,"args":{"pattern":"**/x*.py"}}]}`
@@ -104,6 +105,10 @@ func TestLoadMapsAllFourSets(t *testing.T) {
 	}
 	if d := cmp.Diff(want, have); d != "" {
 		t.Errorf("mapped trajectories (-want +got):\n%s", d)
+	}
+	leads := []time.Duration{got[0].Steps[0].Lead, got[0].Steps[1].Lead, got[0].Steps[2].Lead}
+	if d := cmp.Diff([]time.Duration{800 * ms, 1000 * ms, 0}, leads); d != "" { // as recorded, the whole thinking, not recorded
+		t.Errorf("leads (-want +got):\n%s", d)
 	}
 }
 
@@ -219,4 +224,24 @@ func FuzzDecodeNeverPanicsAndKeepsTheBounds(f *testing.F) {
 			}
 		}
 	})
+}
+
+func TestDrawnLeadsAreStableAndNeverLongerThanTheThinking(t *testing.T) {
+	t.Parallel()
+	var all []time.Duration
+	for n := range 2000 {
+		s := Step{Kind: Read, Think: time.Minute}
+		d := DrawLead("a", n, s)
+		if d != DrawLead("a", n, s) {
+			t.Fatal("the same step has two leads")
+		}
+		all = append(all, d)
+		if got := DrawLead("a", n, Step{Kind: Write, Think: time.Second}); got != time.Second {
+			t.Fatalf("a model that thinks for 1 s writes for %v of it, want all: files take 8 s and more", got)
+		}
+	}
+	slices.Sort(all)
+	if p50 := all[len(all)/2].Seconds(); p50 < 0.6 || p50 > 0.75 {
+		t.Errorf("median lead of a read %.2f s, recorded 0.67", p50)
+	}
 }

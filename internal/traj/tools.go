@@ -18,6 +18,7 @@ type rawStep struct {
 	Sub     int             `json:"sub"`  // issued by a sub-agent
 	ThinkS  *float64        `json:"think_s"`
 	ExecS   *float64        `json:"exec_s"`
+	StreamS *float64        `json:"stream_s"` // Claude Code: the model wrote the call so long
 	ArgsRaw json.RawMessage `json:"args"`
 
 	args args

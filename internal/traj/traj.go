@@ -42,6 +42,7 @@ type Step struct {
 	Shell   string        // the command, for /bin/bash -l -c in the work tree; never empty
 	Timeout time.Duration // asked for by the agent; 0 = the replay's own limit
 	Think   time.Duration // from the end of the call before to the start of this one
+	Lead    time.Duration // of Think at its end: the model was writing this call, so its tool was known; 0 = not recorded
 	Drawn   bool          // Think was not recorded and is drawn from a distribution
 	StandIn bool          // the recording lacks the content of a written file; ours stands in
 	Exec    time.Duration // as recorded, on the recorder's machine; 0 = not recorded

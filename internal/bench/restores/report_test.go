@@ -29,6 +29,7 @@ func golden() *Report {
 		{
 			Sandbox: "s1", N: 1, MS: 60, StallMS: 6, Faults: 50, Ahead: 70, Class: "read",
 			Kinds:    map[string]report.FaultCost{report.KindEvicted: {Count: 30, MS: 4}, report.KindZero: {Count: 20, MS: 2}},
+			Ways:     map[string]report.FaultCost{"delta": {Count: 25, MS: 1}, "zstd": {Count: 5, MS: 3}},
 			Progress: []report.StallAt{{MS: 10, StallMS: 4}, {MS: 60, StallMS: 6}},
 		},
 		{

@@ -44,8 +44,16 @@ func (w *Where) write(b *bytes.Buffer) {
 	fmt.Fprintf(b, "\nwhere the stall is: %.0f ms in %d calls\n", w.StallMS, w.Calls)
 	t := grid(b)
 	fmt.Fprint(t, "faults\tcount\tper call\tmean\tms per call\tof the stall\t\n")
+	row := func(indent string, k KindRow) {
+		fmt.Fprintf(t, "%s\t%d\t%.1f\t%.0f us\t%.2f\t%s\t\n", indent+k.Kind, k.Faults, float64(k.Faults)/calls, 1e3*k.MS/float64(max(1, k.Faults)), k.MS/calls, share(k.MS))
+	}
 	for _, k := range w.Kinds {
-		fmt.Fprintf(t, "%s\t%d\t%.1f\t%.0f us\t%.2f\t%s\t\n", k.Kind, k.Faults, float64(k.Faults)/calls, 1e3*k.MS/float64(max(1, k.Faults)), k.MS/calls, share(k.MS))
+		row("", k)
+		if k.Kind == report.KindEvicted {
+			for _, x := range w.Ways {
+				row("kept as ", x)
+			}
+		}
 	}
 	_ = t.Flush() // a buffer does not fail
 	b.WriteString("\n")

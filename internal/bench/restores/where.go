@@ -14,6 +14,7 @@ type Where struct {
 	Calls    int           `json:"calls"`
 	StallMS  float64       `json:"stall_ms"` // of all calls
 	Kinds    []KindRow     `json:"kinds"`
+	Ways     []KindRow     `json:"ways"` // the evicted ones by how the page was kept
 	Position []PositionRow `json:"position"`
 	Classes  []ClassRow    `json:"classes"`
 }
@@ -50,7 +51,7 @@ var stretches = []float64{0, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000}
 // whereOf looks at the calls of all runs with compression on.
 func whereOf(runs []report.Run) Where {
 	var w Where
-	kinds := map[string]*KindRow{}
+	kinds, ways := map[string]*KindRow{}, map[string]*KindRow{}
 	classes := map[string]*ClassRow{}
 	stalls := map[string][]time.Duration{}
 	w.Position = make([]PositionRow, len(stretches))
@@ -67,10 +68,8 @@ func whereOf(runs []report.Run) Where {
 		for _, c := range r.Calls {
 			w.Calls++
 			w.StallMS += c.StallMS
-			for k, cost := range c.Kinds {
-				row := entry(kinds, k)
-				row.Kind, row.Faults, row.MS = k, row.Faults+cost.Count, row.MS+cost.MS
-			}
+			addCosts(kinds, c.Kinds)
+			addCosts(ways, c.Ways)
 			class := cmp.Or(c.Class, "other")
 			row := entry(classes, class)
 			row.Class, row.Calls, row.Faults, row.Ahead, row.MS = class, row.Calls+1, row.Faults+c.Faults, row.Ahead+c.Ahead, row.MS+c.MS
@@ -78,16 +77,29 @@ func whereOf(runs []report.Run) Where {
 			spread(w.Position, c)
 		}
 	}
-	for _, k := range slices.Sorted(maps.Keys(kinds)) {
-		w.Kinds = append(w.Kinds, *kinds[k])
-	}
-	slices.SortStableFunc(w.Kinds, func(a, b KindRow) int { return cmp.Compare(b.MS, a.MS) })
+	w.Kinds, w.Ways = ordered(kinds), ordered(ways)
 	for _, k := range slices.Sorted(maps.Keys(classes)) {
 		classes[k].Stall = report.QuantilesOf(stalls[k])
 		w.Classes = append(w.Classes, *classes[k])
 	}
 	slices.SortStableFunc(w.Classes, func(a, b ClassRow) int { return cmp.Compare(b.Stall.Total, a.Stall.Total) })
 	return w
+}
+
+func addCosts(rows map[string]*KindRow, costs map[string]report.FaultCost) {
+	for k, cost := range costs {
+		row := entry(rows, k)
+		row.Kind, row.Faults, row.MS = k, row.Faults+cost.Count, row.MS+cost.MS
+	}
+}
+
+// ordered returns rows, those that cost most first.
+func ordered(rows map[string]*KindRow) (out []KindRow) {
+	for _, k := range slices.Sorted(maps.Keys(rows)) {
+		out = append(out, *rows[k])
+	}
+	slices.SortStableFunc(out, func(a, b KindRow) int { return cmp.Compare(b.MS, a.MS) })
+	return out
 }
 
 // entry returns the row of a key, a new one at its first use.

@@ -20,7 +20,7 @@ import (
 //	state       private page mapped                    not mapped, or shared
 //	Template    publish Zero, drop, clear markers      nothing: it costs nothing
 //	Zero        the same
-//	Kept(c)     the same
+//	Kept(c), Ahead(c): the same
 //	Clean(h)    the same, release h
 //	Evicted(h)  cannot be                              publish Zero, release h
 //	Busy        nothing: the page is in the hands of a pass, which reads it and must not meet a
@@ -172,9 +172,10 @@ func (p *Pager) skipDiscarded(b *batch, from int, seen *uint64) error {
 func (p *Pager) forget(f units.Frame, private bool) (drop bool) {
 	e := p.table.load(f)
 	switch e.tag() {
-	case tagTemplate, tagZero, tagKept:
+	case tagTemplate, tagZero, tagKept, tagAhead:
 		drop = private
 	case tagClean:
+		p.noteWasted(f)
 		p.release(e.ref())
 		p.stats.discardedEntries.Add(1)
 		drop = true

@@ -89,7 +89,7 @@ func TestAReportedPageIsForgottenInEveryState(t *testing.T) {
 
 func TestAReportOfALargeRangeLeavesItsNeighboursAlone(t *testing.T) {
 	const frames = 1024
-	r := newRig(t, frames, 2).serve()
+	r := newRig(t, frames, 2, func(o *Options) { o.EvictedAround = 1 }).serve()
 	for f := range units.Frame(frames) {
 		r.write(f, textPage(uint64(f)))
 	}

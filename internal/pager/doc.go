@@ -12,6 +12,7 @@
 //	Template    the mapping is the truth                content is the image's page; a hole is zeros
 //	Zero        the mapping is the truth                content is zeros
 //	Kept(c)     the mapping is the truth                content is the image's page (never happens, see rule 4)
+//	Ahead(c)    the mapping is the truth                never happens, see rule 4
 //	Busy        write-protected, being encoded          cannot be
 //	Evicted(r)  only between publish and drop           content is what ref r names
 //	Clean(r)    write-protected, equal to what r names       cannot be
@@ -20,18 +21,21 @@
 // ZEROPAGE) or a private page. A write to the first two makes a private copy inside
 // the kernel without any event, so Template and Zero say nothing about which it is:
 // the mapping is the truth. Kept is Template plus the memory that the content with the
-// checksum c did not shrink, so that an unchanged page is not encoded in every pass.
+// checksum c did not shrink, so that an unchanged page is not encoded in every pass. Ahead is
+// Template plus the memory that Restore installed the page writable with the checksum c, so that
+// the next pass knows whether the write came.
 //
-//	Template/Zero/Kept --protect, read--> Busy --publish, drop--> Evicted(r)
+//	Template/Zero/Kept/Ahead --protect, read--> Busy --publish, drop--> Evicted(r)
 //	Busy --equal to the image's page, publish, drop--> Template
 //	Busy --all zeros, publish, drop--> Zero                       (both: mapped back, see mapback.go)
 //	Busy --does not shrink, unprotect--> Kept
 //	Busy --pass cancelled after its encoding was verified--> Clean(r)
 //	Busy --pass given up, unprotect--> what it was
 //	Busy --write fault, unprotect--> Template                     (cancelled)
-//	Evicted(r) --read fault or Restore, install protected--> Clean(r)
-//	Evicted(r) --write fault, or Restore for writing: install writable, release r--> Template
-//	Template/Zero, not mapped --Restore for writing: install a private copy--> as it was
+//	Evicted(r) --read fault, fault on a neighbour, or Restore: install protected--> Clean(r)
+//	Evicted(r) --write fault: install writable, release r--> Template
+//	Evicted(r) --Restore for writing: install writable, release r--> Ahead(c)
+//	Template/Zero, not mapped --Restore for writing: install a private copy--> Ahead(c)
 //	Clean(r) --write fault, unprotect, release r--> Template
 //	Clean(r) --pass, publish, drop--> Evicted(r)                  (nothing to encode)
 //	any but Busy --reported free: release r, publish, drop--> Zero  (see below)
@@ -48,7 +52,7 @@
 //	Template    CONTINUE or ZEROPAGE      the same; the kernel      stale: unprotect
 //	            with neighbours; mapped   copies at the retry
 //	            already: WAKE
-//	Kept        as Template               as Template               stale: unprotect
+//	Kept, Ahead as Template               as Template               stale: unprotect
 //	Zero        ZEROPAGE with neighbours; the same                  stale: unprotect
 //	            mapped already: WAKE
 //	Busy        stale: WAKE               stale: WAKE               unprotect -> Template (cancelled)
@@ -77,7 +81,7 @@
 //     still has the state this pass gave it, and what the cohort keeps of it was decoded
 //     and compared equal with all 4096 bytes that were read (cohort.Store). A Clean page was so. Or: the
 //     guest has reported it free and has not been answered.
-//  4. A page in Busy, Clean or Kept is mapped; in Busy and Clean it is also protected. Nothing but
+//  4. A page in Busy, Clean, Kept or Ahead is mapped; in Busy and Clean it is also protected. Nothing but
 //     a drop by this package unmaps a page of the guest: the shim takes over what the VMM
 //     would drop by itself.
 //  5. CONTINUE is issued only for Template (and Kept) where the image has a page, ZEROPAGE only

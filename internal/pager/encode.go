@@ -14,6 +14,7 @@ func (p *Pager) encode(w *worker, i int) {
 	b := &w.batch
 	f, page := b.frames[i], w.page(b.slot[i])
 	image := p.image.Page(f)
+	b.written[i] = b.before[i].tag() == tagAhead && b.before[i] != ahead(codec.Checksum(page))
 	switch {
 	case image != nil && *page == *image:
 		b.fates[i] = fateEqual

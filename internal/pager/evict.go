@@ -152,8 +152,10 @@ type batch struct {
 	before [BatchPages]entry // the word when it was taken in hand
 	fates  [BatchPages]fate
 	slot   [BatchPages]int           // its page in the worker's buffer, if it is read
-	after  [BatchPages]entry         // fateEncoded: Evicted(r); fateKeep: Kept(sum)
+	after  [BatchPages]entry         // fateEncoded: Evicted(r); fateKeep: Kept(sum); in a Restore for writing: Ahead(sum)
 	stored [BatchPages]cohort.Stored // fateEncoded
+
+	written [BatchPages]bool // it was Ahead, and was written
 
 	touches [BatchPages]Touch // of a Restore: the pages asked for, frames again
 
@@ -332,11 +334,13 @@ func (p *Pager) publish(b *batch, i int, drop bool, res *EvictResult) (dropped, 
 			return false, false // written meanwhile, or the pass ends
 		}
 		p.table.store(f, evicted(now.ref()))
+		p.noteWasted(f)
 		res.Clean++
 		res.Dropped++
 		return true, false
 	}
 	if now != entryBusy {
+		p.noteFate(b, i, fateSkip, drop)
 		if fate == fateEncoded {
 			p.unref(b.after[i].ref())
 		}
@@ -346,6 +350,7 @@ func (p *Pager) publish(b *batch, i int, drop bool, res *EvictResult) (dropped, 
 	if !drop && (fate == fateZero || fate == fateEqual) {
 		fate = fateAbandon
 	}
+	p.noteFate(b, i, fate, drop)
 	switch fate {
 	case fateEncoded:
 		p.kept++

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/agentzip/agentzip/internal/codec"
 	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/units"
 )
@@ -129,15 +130,21 @@ func (f fate) installs() bool { return f == fateEncoded || f == fateFill }
 func (p *Pager) fill(w *worker, i int) error {
 	b := &w.batch
 	dst := w.page(i)
-	if b.fates[i] == fateEncoded {
-		return p.load(dst, b.frames[i], b.before[i], w.codec)
-	}
 	image := p.image.Page(b.frames[i])
-	if image == nil || b.before[i] == entryZero {
+	switch {
+	case b.fates[i] == fateEncoded:
+		if err := p.load(dst, b.frames[i], b.before[i], w.codec); err != nil {
+			return err
+		}
+		b.stored[i].Way = w.codec.Loaded()
+	case image == nil || b.before[i] == entryZero:
 		*dst = units.Page{}
-		return nil
+	default:
+		*dst = *image
 	}
-	*dst = *image
+	if b.touches[i].Write {
+		b.after[i] = ahead(codec.Checksum(dst))
+	}
 	return nil
 }
 
@@ -164,6 +171,7 @@ func (p *Pager) collect(w *worker, res *RestoreResult) error {
 			extra := r.Pages
 			mapped := p.mapRest(r.Start, r.Start+units.Frame(r.Pages), want == fateZero, &extra)
 			res.Shared += mapped
+			p.stats.shared.Add(uint64(mapped))
 			res.Present += r.Pages - mapped
 		}
 	}
@@ -189,7 +197,7 @@ func (p *Pager) wants(b *batch, i int) fate {
 			return fateZero
 		}
 		return fateEqual
-	case tagBusy, tagClean, tagKept, tagCount:
+	case tagBusy, tagClean, tagKept, tagAhead, tagCount:
 	}
 	return fateSkip
 }
@@ -259,15 +267,19 @@ func (p *Pager) installRun(w *worker, i, j int, res *RestoreResult) (done int, e
 // installed publishes the new word of the k-th page. Caller holds mu.
 func (p *Pager) installed(b *batch, k int, write bool, res *RestoreResult) {
 	f, e := b.frames[k], b.before[k]
-	switch {
-	case b.fates[k] == fateFill:
+	if b.fates[k] == fateFill {
+		p.table.store(f, b.after[k])
+		p.stats.private.Add(1)
 		res.Private++
 		return
-	case write:
-		p.table.store(f, entryTemplate)
-		p.release(e.ref())
-	default:
-		p.table.store(f, clean(e.ref()))
 	}
+	if write {
+		p.table.store(f, b.after[k])
+		p.release(e.ref())
+	} else {
+		p.table.store(f, clean(e.ref()))
+		p.table.mark(f, false)
+	}
+	p.stats.ways[b.stored[k].Way].Add(1)
 	res.Evicted++
 }

@@ -78,6 +78,9 @@ type faultWorker struct {
 	events  [faultsAtOnce]uffd.Event
 	ready   [1]unix.EpollEvent // one sandbox at a time: another thread takes the next
 	discard discarder
+
+	restored  [faultsAtOnce]units.Frame // evicted pages that this turn brought back
+	nrestored int
 }
 
 // NewServer returns a server without pagers. Run starts its threads and ends it.
@@ -266,7 +269,7 @@ func serveFaults(p *Pager, w *faultWorker) (ok bool) {
 	for i := range n {
 		p.handle(w.faults[i], w, since)
 	}
-	return true
+	return p.bringNeighbours(w)
 }
 
 // abort is fail for callers that do not hold mu.

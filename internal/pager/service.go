@@ -59,6 +59,9 @@ func (p *Pager) handleLocked(f guestmem.Fault, w *faultWorker) outcome {
 		_ = p.fail(err)
 		return outcomeDead
 	}
+	if out == outcomeRestore || out == outcomeRestoreWrite {
+		w.note(f.Frame)
+	}
 	if out != outcomeStale && !p.touched.add(Touch{Frame: f.Frame, Write: f.Write || f.WP, Kind: out.kind()}) {
 		p.stats.touchesLost.Add(1)
 	}
@@ -111,7 +114,7 @@ func (p *Pager) serve(f guestmem.Fault, w *faultWorker) (outcome, error) {
 	one := guestmem.Run{Start: f.Frame, Pages: 1}
 	e := p.table.load(f.Frame)
 	switch e.tag() {
-	case tagTemplate, tagKept, tagZero:
+	case tagTemplate, tagKept, tagAhead, tagZero:
 		if f.WP {
 			return outcomeStale, p.mem.Unprotect(one)
 		}
@@ -131,6 +134,7 @@ func (p *Pager) serve(f guestmem.Fault, w *faultWorker) (outcome, error) {
 		return p.restore(f.Frame, e, f.Write || f.WP, w)
 
 	case tagClean:
+		p.noteUsed(f.Frame)
 		if !f.WP {
 			return outcomeStale, p.mem.Wake(one)
 		}
@@ -151,6 +155,7 @@ func (p *Pager) restore(f units.Frame, e entry, write bool, w *faultWorker) (out
 	if _, err := p.mem.Copy(f, w.page[:], !write); err != nil {
 		return outcomeDead, p.installError(f, e, err)
 	}
+	p.stats.ways[w.codec.Loaded()].Add(1)
 	if write {
 		p.table.store(f, entryTemplate)
 		p.release(e.ref())

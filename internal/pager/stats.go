@@ -34,7 +34,12 @@ type counters struct {
 
 	reported, discarded, discardedEntries atomic.Uint64
 
-	mappedBack  atomic.Uint64
+	mappedBack      atomic.Uint64
+	shared, private atomic.Uint64 // template and zero pages that Restore mapped, or installed to be written
+	neighbours      atomic.Uint64 // evicted pages brought beside the one asked for
+	used, wasted    [numSources]atomic.Uint64
+	ways            [cohort.NumWays]atomic.Uint64 // of pages that were decoded and installed
+
 	touchesLost atomic.Uint64 // faults that the full log had no room for
 
 	leaks    atomic.Uint64 // entries that could not be released
@@ -96,6 +101,7 @@ type Stats struct {
 	Discarded        uint64 // private pages dropped because of that
 	DiscardedEntries uint64 // entries of evicted and clean pages given back because of that
 
+	Neighbours  uint64 // evicted pages brought beside the one asked for
 	MappedBack  uint64 // template and zero pages that passes mapped: no fault when they are touched
 	TouchesLost uint64 // faults that DrainTouched did not tell, because nobody drained
 
@@ -117,7 +123,7 @@ func (p *Pager) Stats() Stats {
 		Cancelled: c.cancelled.Load(), Dirtied: c.dirtied.Load(),
 		Passes: c.passes.Load(), Scanned: c.scanned.Load(), Encoded: c.encodedPages.Load(), Zeros: c.zeroPages.Load(),
 		Equal: c.equalPages.Load(), Clean: c.cleanPages.Load(), Kept: c.keptPages.Load(),
-		Mismatches: c.mismatches.Load(), Leaks: c.leaks.Load(), MappedBack: c.mappedBack.Load(), TouchesLost: c.touchesLost.Load(), FullPasses: c.fullPasses.Load(), Evicting: time.Duration(c.evicting.Load()),
+		Mismatches: c.mismatches.Load(), Leaks: c.leaks.Load(), Neighbours: c.neighbours.Load(), MappedBack: c.mappedBack.Load(), TouchesLost: c.touchesLost.Load(), FullPasses: c.fullPasses.Load(), Evicting: time.Duration(c.evicting.Load()),
 	}
 	for k := range cohort.NumWays {
 		if n := c.wayPages[k].Load(); n > 0 {

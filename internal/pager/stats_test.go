@@ -8,7 +8,7 @@ import (
 )
 
 func TestBlockingRestoresAreCountedByHowThePageWasKept(t *testing.T) {
-	r := newRig(t, 128, 1, func(o *Options) { o.FaultAround, o.LeaveUnmapped = 1, true }).serve()
+	r := newRig(t, 128, 1, func(o *Options) { o.FaultAround, o.EvictedAround, o.LeaveUnmapped = 1, 1, true }).serve()
 	for f := units.Frame(64); f < 72; f++ {
 		r.write(f, textPage(uint64(f%4))) // four of them twice: kept once
 	}
@@ -28,7 +28,7 @@ func TestBlockingRestoresAreCountedByHowThePageWasKept(t *testing.T) {
 }
 
 func TestAPageOfABatchCostsItsPart(t *testing.T) {
-	r := newRig(t, 128, 1, func(o *Options) { o.FaultAround, o.LeaveUnmapped = 1, true }).serve()
+	r := newRig(t, 128, 1, func(o *Options) { o.FaultAround, o.EvictedAround, o.LeaveUnmapped = 1, 1, true }).serve()
 	for f := units.Frame(64); f < 96; f++ {
 		r.write(f, textPage(uint64(f)))
 	}

@@ -21,6 +21,7 @@ const (
 	tagEvicted
 	tagClean
 	tagKept
+	tagAhead
 	tagCount
 )
 
@@ -38,6 +39,8 @@ func (t tag) String() string {
 		return "clean"
 	case tagKept:
 		return "kept"
+	case tagAhead:
+		return "ahead"
 	case tagCount:
 	}
 	return "unknown"
@@ -49,19 +52,20 @@ const (
 )
 
 // An entry is the table's word of one page: tag and the cohort's Ref (Evicted, Clean) or the
-// low bits of a checksum (Kept).
+// low bits of a checksum (Kept, Ahead).
 type entry uint32
 
 func makeEntry(t tag, low uint32) entry { return entry(uint32(t)<<refBits | low&refMask) }
 func evicted(r cohort.Ref) entry        { return makeEntry(tagEvicted, uint32(r)) }
 func clean(r cohort.Ref) entry          { return makeEntry(tagClean, uint32(r)) }
 func kept(sum uint32) entry             { return makeEntry(tagKept, sum) }
+func ahead(sum uint32) entry            { return makeEntry(tagAhead, sum) }
 func (e entry) tag() tag                { return tag(e >> refBits) }
 func (e entry) ref() cohort.Ref         { return cohort.Ref(e & refMask) }
 func (e entry) hasRef() bool            { return e.tag() == tagEvicted || e.tag() == tagClean }
 func (e entry) keptSum(sum uint32) bool { return e == kept(sum) }
 func (e entry) mayBeEncoded() bool {
-	return e.tag() == tagTemplate || e.tag() == tagZero || e.tag() == tagKept
+	return e.tag() == tagTemplate || e.tag() == tagZero || e.tag() == tagKept || e.tag() == tagAhead
 }
 
 const (

@@ -219,7 +219,7 @@ func (a *API) ListSandboxesV1(ctx context.Context, r rest.ListSandboxesV1Request
 }
 
 // A page is one page of a list. The generated types would send X-Next-Token on
-// the last page too.
+// the last page too, and wrap a shared list into an object.
 type page struct {
 	body        any
 	next, total string
@@ -252,3 +252,9 @@ func (p page) VisitListSandboxesV1Response(w http.ResponseWriter) error { return
 
 // VisitListSnapshotsResponse writes the page.
 func (p page) VisitListSnapshotsResponse(w http.ResponseWriter) error { return p.visit(w) }
+
+// VisitListTemplatesResponse writes the page.
+func (p page) VisitListTemplatesResponse(w http.ResponseWriter) error { return p.visit(w) }
+
+// VisitListTemplatesV1Response writes the page.
+func (p page) VisitListTemplatesV1Response(w http.ResponseWriter) error { return p.visit(w) }

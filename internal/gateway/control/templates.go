@@ -94,7 +94,7 @@ func (a *API) ListTemplates(context.Context, rest.ListTemplatesRequestObject) (r
 	if err != nil {
 		return nil, err
 	}
-	return rest.ListTemplates200JSONResponse{TemplatesJSONResponse: list}, nil
+	return page{body: list}, nil
 }
 
 // ListTemplatesV1 is GET /templates.
@@ -103,7 +103,7 @@ func (a *API) ListTemplatesV1(context.Context, rest.ListTemplatesV1RequestObject
 	if err != nil {
 		return nil, err
 	}
-	return rest.ListTemplatesV1200JSONResponse{TemplatesJSONResponse: list}, nil
+	return page{body: list}, nil
 }
 
 // DeleteTemplate is DELETE /templates/{id}, which deletes snapshots. Templates

@@ -113,10 +113,10 @@ var controlOnly = map[string]bool{
 	"/init": true, "/freeze": true, "/unfreeze": true, "/collapse": true, "/fsfreeze": true, "/fsthaw": true, "/upgrade": true,
 }
 
-// hidden says whether a path of the agent is closed to clients. Our own service
-// is: it would let a client seal or shut down the guest behind our back.
+// hidden says whether a path of the agent is closed to clients. Our own routes
+// are: they would let a client seal or shut down the guest behind our back.
 func hidden(path string) bool {
-	return controlOnly[path] || strings.HasPrefix(path, "/agentzip.")
+	return controlOnly[path] || strings.HasPrefix(path, "/agentzip.") || strings.HasPrefix(path, "/agentzip/")
 }
 
 // hostOnly returns host without its port.

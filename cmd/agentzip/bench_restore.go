@@ -57,8 +57,10 @@ type benchRestoreFlags struct {
 	plotFile  string
 }
 
-func newBenchRestoreCmd() *cobra.Command {
-	f := benchRestoreFlags{}
+func newBenchRestoreCmd() *cobra.Command { return (&benchRestoreFlags{}).command() }
+
+// command is the command that fills f.
+func (f *benchRestoreFlags) command() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "restore",
 		Short: "Measure what restoring pages costs those who wait for them",

@@ -96,7 +96,7 @@ func micros(q report.Quantiles, d time.Duration) string {
 	if q.Count == 0 {
 		return "n/a"
 	}
-	return fmt.Sprintf("%d", d.Microseconds())
+	return strconv.FormatInt(d.Round(time.Microsecond).Microseconds(), 10)
 }
 
 func milliseconds(q report.Quantiles, d time.Duration, digits int) string {

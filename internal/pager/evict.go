@@ -27,9 +27,8 @@ type EvictResult struct {
 }
 
 // Evict makes one pass over all private pages: it encodes what shrinks into the pool and
-// frees the pages. When ctx is cancelled the pass ends within the batch in hand (at most
-// BatchPages pages): what is encoded by then becomes Clean and stays, the rest is as it
-// was. The guest runs on all the while.
+// frees the pages. When ctx is cancelled the pass ends after the page in hand: what of its
+// batch is encoded by then becomes Clean and stays, the rest is as it was. The guest runs on all the while.
 //
 // The result counts what was done, also with an error. cohort.ErrFull: nothing was encoded
 // from there on; zero, equal and clean pages were dropped all the same. ErrVerify: see
@@ -53,7 +52,16 @@ func (p *Pager) Evict(ctx context.Context) (EvictResult, error) {
 		return res, err
 	}
 	start := time.Now()
-	err := p.workers.encode(ctx, func(w *worker) error { return p.pass(ctx, w, &res) })
+	h := new(hurry)
+	stop := context.AfterFunc(ctx, h.cancelled)
+	err := p.workers.encode(ctx, func(w *worker) error {
+		h.begin(w)
+		defer h.end()
+		return p.pass(ctx, w, &res)
+	})
+	if !stop() {
+		p.stats.cancel.record(h.since())
+	}
 	if errors.Is(err, errPanic) {
 		p.abort(err)
 		err = p.Err()
@@ -187,8 +195,11 @@ func (b *batch) runs(dst []guestmem.Run, selected func(i int) bool) []guestmem.R
 // evictBatch takes the frames of the batch through protect, read, encode, publish, drop.
 func (p *Pager) evictBatch(ctx context.Context, w *worker, res *EvictResult) error {
 	b := &w.batch
-	if err := w.locked(p, func() error { return p.protectBatch(w) }); err != nil {
+	if err := w.locked(p, func() error { return p.protectBatch(ctx, w) }); err != nil {
 		return err
+	}
+	if ctx.Err() != nil {
+		return w.locked(p, func() error { return p.publishBatch(w, false, res) })
 	}
 	if err := p.readBatch(w); err != nil {
 		return errors.Join(err, w.locked(p, func() error { return p.publishBatch(w, false, res) }))
@@ -217,8 +228,8 @@ func (p *Pager) evictBatch(ctx context.Context, w *worker, res *EvictResult) err
 }
 
 // protectBatch makes the pages that may be encoded Busy and write-protects them, run by
-// run; faults go first in between. Caller holds mu.
-func (p *Pager) protectBatch(w *worker) error {
+// run; faults go first in between, and the end of ctx leaves the rest alone. Caller holds mu.
+func (p *Pager) protectBatch(ctx context.Context, w *worker) error {
 	b := &w.batch
 	if p.dead != nil {
 		return p.dead
@@ -231,6 +242,10 @@ func (p *Pager) protectBatch(w *worker) error {
 			return errors.Join(err, p.publishBatch(w, false, &EvictResult{}))
 		}
 		if i == b.n {
+			break
+		}
+		if ctx.Err() != nil {
+			b.n = i
 			break
 		}
 		e := p.table.load(b.frames[i])
@@ -296,29 +311,53 @@ func (p *Pager) publishBatch(w *worker, drop bool, res *EvictResult) error {
 			p.regions.dropped(b.frames[i])
 		}
 	}
-	dead := p.dead
-	runs := b.runs(w.runs[:0], func(i int) bool { return released[i] })
-	for _, r := range runs {
-		if dead != nil {
-			break
-		}
-		if err := p.mem.Unprotect(r); err != nil {
-			dead = p.fail(fmt.Errorf("unprotect %d pages from frame %d: %w", r.Pages, r.Start, err))
+	if p.dead != nil {
+		return p.dead
+	}
+	if runs := b.runs(w.runs[:0], func(i int) bool { return dropped[i] }); len(runs) > 0 {
+		if err := p.mem.Drop(runs); err != nil {
+			return p.fail(err)
 		}
 	}
-	runs = b.runs(w.runs[:0], func(i int) bool { return dropped[i] })
-	if len(runs) == 0 || dead != nil {
-		return dead
-	}
-	if err := p.mem.Drop(runs); err != nil {
-		return p.fail(err)
-	}
-	for _, r := range runs { // rule 6: the markers
+	// Only now: a page that is to be dropped is protected until it is gone. Rule 6: the markers.
+	for _, r := range p.bridge(b.runs(w.runs[:0], func(i int) bool { return released[i] || dropped[i] })) {
 		if err := p.mem.Unprotect(r); err != nil {
-			return p.fail(fmt.Errorf("clear markers of %d pages from frame %d: %w", r.Pages, r.Start, err))
+			return p.fail(fmt.Errorf("unprotect, and clear markers of, %d pages from frame %d: %w", r.Pages, r.Start, err))
 		}
 	}
 	return nil
+}
+
+// bridgePages is the widest gap between two runs that are unprotected by one call: to walk
+// over a page that is not protected costs 10 ns, another call 1 us and the flush of the TLBs
+// of all vCPUs.
+const bridgePages = 64
+
+// bridge joins neighbouring runs that are to be unprotected if no page between them must stay
+// protected. Caller holds mu.
+func (p *Pager) bridge(runs []guestmem.Run) []guestmem.Run {
+	joined := runs[:0]
+	for _, r := range runs {
+		if k := len(joined) - 1; k >= 0 && p.open(joined[k].Start+units.Frame(joined[k].Pages), r.Start) {
+			joined[k].Pages = int(r.Start-joined[k].Start) + r.Pages
+			continue
+		}
+		joined = append(joined, r)
+	}
+	return joined
+}
+
+// open reports whether the gap [f, end) is narrow and no page in it is protected.
+func (p *Pager) open(f, end units.Frame) bool {
+	if end-f > bridgePages {
+		return false
+	}
+	for ; f < end; f++ {
+		if t := p.table.load(f).tag(); t == tagClean || t == tagBusy {
+			return false
+		}
+	}
+	return true
 }
 
 // publish stores the new word of the i-th page. dropped: its physical page must be freed

@@ -134,7 +134,7 @@ func TestAFailureThatNobodyCanRepairKillsTheSandboxByName(t *testing.T) {
 		{"template page cannot be mapped", "guestmem.continue", func(*rig) {}, read7, []string{"frame 7"}, false},
 		{"zero page cannot be mapped", "guestmem.zeropage", func(r *rig) { r.write(7, zeroPage()); r.evict() }, read7, []string{"frame 7"}, false},
 		{"drop fails", "guestmem.drop", func(r *rig) { r.write(7, textPage(1)) }, evict, []string{"drop"}, false},
-		{"markers cannot be cleared", "guestmem.unprotect", func(r *rig) { r.write(7, textPage(1)) }, evict, []string{"markers", "frame 7"}, false},
+		{"markers cannot be cleared", "guestmem.unprotect", func(r *rig) { r.write(7, textPage(1)) }, evict, []string{"clear markers", "frame 7"}, false},
 		{"kept page cannot be unprotected", "guestmem.unprotect", func(r *rig) { r.write(7, randomPage(1)) }, evict, []string{"unprotect", "frame 7"}, false},
 		{
 			"clean page cannot be unprotected", "guestmem.unprotect", func(r *rig) { evicted7(r); r.read(7) },

@@ -20,6 +20,7 @@ type counters struct {
 	template     histogram // Template, absent
 	zero         histogram // Zero or hole, absent
 	protect      histogram // write to a protected page
+	cancel       histogram // passes: from the end of ctx to their end
 	held         histogram // the mutex, by passes and restores
 	reports      histogram // reports of free pages: drop what is there
 	stale        atomic.Uint64
@@ -78,6 +79,7 @@ type Stats struct {
 	Template       Latency // faults on pages of the template
 	Zero           Latency // faults on zero pages
 	Protected      Latency // writes to pages that were clean or being encoded
+	CancelLatency  Latency // cancelled passes: from the end of their context until Evict was about to return
 	Held           Latency // how long a batch of a pass or restore held the mutex: what a fault may have to wait
 	Reports        Latency // reports of free pages: the VMM's main thread waited, and vCPUs that need a device
 
@@ -117,7 +119,7 @@ func (p *Pager) Stats() Stats {
 	s := Stats{
 		Faults: c.faults.Load(), Stall: time.Duration(c.stall.Load()), StallMax: time.Duration(c.stallMax.Load()),
 		Blocking: c.restore.snapshot(), Prefetched: c.prefetch.snapshot(), PrefetchedPage: c.prefetchPage.snapshot(), Template: c.template.snapshot(),
-		Zero: c.zero.snapshot(), Protected: c.protect.snapshot(), Held: c.held.snapshot(),
+		Zero: c.zero.snapshot(), Protected: c.protect.snapshot(), Held: c.held.snapshot(), CancelLatency: c.cancel.snapshot(),
 		Reports: c.reports.snapshot(), Reported: c.reported.Load(), Discarded: c.discarded.Load(), DiscardedEntries: c.discardedEntries.Load(),
 		Stale: c.stale.Load(), WriteFaults: c.writes.Load(), Around: c.around.Load(),
 		Cancelled: c.cancelled.Load(), Dirtied: c.dirtied.Load(),

@@ -64,6 +64,8 @@ type worker struct {
 	nice  int  // its niceness now
 	tuned bool // it may change its niceness
 
+	hurried atomic.Bool // its pass was cancelled: its thread stays at niceLocked
+
 	held time.Time // since when it holds a pager's mutex
 }
 
@@ -190,6 +192,9 @@ func (ws *Workers) standBack(ctx context.Context, left *time.Duration) {
 }
 
 func (w *worker) setNice(n int) {
+	if w.hurried.Load() {
+		n = niceLocked
+	}
 	if !w.tuned || w.nice == n {
 		return
 	}

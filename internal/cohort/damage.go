@@ -1,6 +1,7 @@
 package cohort
 
 import (
+	"context"
 	"errors"
 	"fmt"
 
@@ -14,6 +15,34 @@ type Member interface {
 	Refers(damaged func(Ref) bool) bool
 	// Fail ends the member: a page it will need is lost.
 	Fail(err error)
+}
+
+// A Reliever is a Member that can give up references to pages which it has in memory too.
+type Reliever interface {
+	// GiveUp gives up what it can until ctx ends and returns how many references it were.
+	// It is called without a lock held, from any goroutine.
+	GiveUp(ctx context.Context) int
+}
+
+// Relieve asks the members but one to give up what they have in memory too, because the pool
+// is full, and returns how many references they gave up. How much room that makes depends on
+// who else has them.
+func (c *Cohort) Relieve(ctx context.Context, but Member) (given int) {
+	c.mu.Lock()
+	var members []Reliever
+	for m := range c.members {
+		if r, ok := m.(Reliever); ok && m != but {
+			members = append(members, r)
+		}
+	}
+	c.mu.Unlock()
+	for _, r := range members {
+		if ctx.Err() != nil {
+			break
+		}
+		given += r.GiveUp(ctx)
+	}
+	return given
 }
 
 // Join makes m hear of damage until Leave.

@@ -1,6 +1,7 @@
 package pager
 
 import (
+	"context"
 	"errors"
 	"fmt"
 
@@ -10,7 +11,7 @@ import (
 
 // encode decides the fate of the i-th page of the batch, which was read into its slot. It
 // holds no lock. The fate stays fateAbandon where nothing can be done.
-func (p *Pager) encode(w *worker, i int) {
+func (p *Pager) encode(ctx context.Context, w *worker, i int) {
 	b := &w.batch
 	f, page := b.frames[i], w.page(b.slot[i])
 	image := p.image.Page(f)
@@ -34,6 +35,12 @@ func (p *Pager) encode(w *worker, i int) {
 		return
 	}
 	st, err := p.cohort.Store(w.codec, f, page, cohort.Hint{Soon: p.expected(f)})
+	if errors.Is(err, cohort.ErrFull) && !b.relieved {
+		b.relieved = true
+		if p.cohort.Relieve(ctx, p) > 0 {
+			st, err = p.cohort.Store(w.codec, f, page, cohort.Hint{Soon: p.expected(f)})
+		}
+	}
 	switch {
 	case errors.Is(err, cohort.ErrFull):
 		b.full = true

@@ -170,11 +170,12 @@ type batch struct {
 	discards uint64    // Pager.discards when the scan of this pass began
 	look     discarder // scratch of skipDiscarded
 
-	full   bool  // the pool was full in this pass
-	verify error // the first encoding of this pass that failed verification
+	full     bool  // the pool was full in this pass
+	relieved bool  // siblings were asked to give up clean pages in this pass
+	verify   error // the first encoding of this pass that failed verification
 }
 
-func (b *batch) begin() { b.n, b.full, b.verify = 0, false, nil }
+func (b *batch) begin() { b.n, b.full, b.relieved, b.verify = 0, false, false, nil }
 
 // runs collects the neighbouring frames of those the filter selects.
 func (b *batch) runs(dst []guestmem.Run, selected func(i int) bool) []guestmem.Run {
@@ -214,7 +215,7 @@ func (p *Pager) evictBatch(ctx context.Context, w *worker, res *EvictResult) err
 			break
 		}
 		if p.table.load(b.frames[i]) == entryBusy { // else cancelled: no use encoding it
-			p.encode(w, i) //nolint:contextcheck // a store waits 5 ms at most
+			p.encode(ctx, w, i) //nolint:contextcheck // a store waits 5 ms at most
 		}
 	}
 	return w.locked(p, func() error {

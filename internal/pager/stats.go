@@ -37,6 +37,7 @@ type counters struct {
 
 	mappedBack      atomic.Uint64
 	shared, private atomic.Uint64 // template and zero pages that Restore mapped, or installed to be written
+	givenUp         atomic.Uint64 // entries of clean pages given up for room in the pool
 	neighbours      atomic.Uint64 // evicted pages brought beside the one asked for
 	used, wasted    [numSources]atomic.Uint64
 	ways            [cohort.NumWays]atomic.Uint64 // of pages that were decoded and installed
@@ -104,6 +105,7 @@ type Stats struct {
 	DiscardedEntries uint64 // entries of evicted and clean pages given back because of that
 
 	Neighbours  uint64 // evicted pages brought beside the one asked for
+	GivenUp     uint64 // entries of clean pages that were given up because the pool was full
 	MappedBack  uint64 // template and zero pages that passes mapped: no fault when they are touched
 	TouchesLost uint64 // faults that DrainTouched did not tell, because nobody drained
 
@@ -125,7 +127,7 @@ func (p *Pager) Stats() Stats {
 		Cancelled: c.cancelled.Load(), Dirtied: c.dirtied.Load(),
 		Passes: c.passes.Load(), Scanned: c.scanned.Load(), Encoded: c.encodedPages.Load(), Zeros: c.zeroPages.Load(),
 		Equal: c.equalPages.Load(), Clean: c.cleanPages.Load(), Kept: c.keptPages.Load(),
-		Mismatches: c.mismatches.Load(), Leaks: c.leaks.Load(), Neighbours: c.neighbours.Load(), MappedBack: c.mappedBack.Load(), TouchesLost: c.touchesLost.Load(), FullPasses: c.fullPasses.Load(), Evicting: time.Duration(c.evicting.Load()),
+		Mismatches: c.mismatches.Load(), Leaks: c.leaks.Load(), Neighbours: c.neighbours.Load(), GivenUp: c.givenUp.Load(), MappedBack: c.mappedBack.Load(), TouchesLost: c.touchesLost.Load(), FullPasses: c.fullPasses.Load(), Evicting: time.Duration(c.evicting.Load()),
 	}
 	for k := range cohort.NumWays {
 		if n := c.wayPages[k].Load(); n > 0 {

@@ -2,10 +2,13 @@ package daemon
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"net"
 	"net/http"
+	"path/filepath"
 	"strings"
 	"sync"
 	"time"
@@ -119,6 +122,31 @@ func (b *Backend) Template(name string) (lifecycle.Facts, error) {
 		}
 	}
 	return lifecycle.Facts{}, fmt.Errorf("%w: %s", lifecycle.ErrNoTemplate, name)
+}
+
+// Import builds a template from a container image, named by what the image is called.
+func (b *Backend) Import(ctx context.Context, image string, report func(string)) (lifecycle.Facts, error) {
+	sum := sha256.Sum256([]byte(image))
+	name := "image-" + hex.EncodeToString(sum[:6])
+	t, err := b.daemon.store.Build(ctx, template.BuildSpec{
+		Name: name, Source: template.Source{OCI: image}, Launcher: b.daemon.host,
+		Agent: filepath.Join(b.daemon.opts.LibDir, "agentzip-guest"),
+	}, func(e template.Event) {
+		if e.Message != "" {
+			report(e.Step + ": " + e.Message)
+		}
+	})
+	if err != nil {
+		return lifecycle.Facts{}, err
+	}
+	facts := factsOf(&t.Manifest)
+	if err := t.Close(); err != nil {
+		return lifecycle.Facts{}, err
+	}
+	b.mu.Lock()
+	b.factsAt = time.Time{}
+	b.mu.Unlock()
+	return facts, nil
 }
 
 // join returns the cohort of a trust domain, which is made for its first

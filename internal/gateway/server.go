@@ -95,17 +95,20 @@ func (s *Server) open(o Options) error {
 		return err
 	}
 	s.fleet, err = lifecycle.Open(lifecycle.Options{
-		Backend: o.Backend, Store: s.store, Log: o.Log,
+		Backend: o.Backend, Store: s.store, Token: minter.Access, Log: o.Log,
 		Limits: lifecycle.Limits{PerTeam: c.teamLimit, Total: c.MaxTotal},
 	})
 	if err != nil {
 		return err
 	}
-	s.api = control.New(control.Options{
+	s.api, err = control.New(control.Options{
 		Fleet: s.fleet, Backend: o.Backend, Store: s.store, Keys: s.keys, Minter: minter,
 		Domain: s.domain, Agent: o.Agent, Aliases: aliases,
-		MaxTimeout: c.MaxTimeout, CreateRate: c.teamRate, Log: o.Log,
+		MaxTimeout: c.MaxTimeout, CreateRate: c.teamRate, Dir: c.Dir, Log: o.Log,
 	})
+	if err != nil {
+		return err
+	}
 	s.proxy = proxy.New(proxy.Options{Fleet: s.fleet, Minter: minter, MinWake: c.MinWake, MaxActive: c.MaxActive, Log: o.Log})
 	s.figures = newFigures(s.fleet, s.proxy)
 	s.http = &http.Server{
@@ -219,6 +222,7 @@ func (s *Server) Run(ctx context.Context) error {
 	for _, l := range s.listeners {
 		l.Close()
 	}
+	s.api.Close()
 	closed := s.fleet.Close(s.config.OnExit == OnExitPause)
 	drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), drainTime)
 	defer cancel()
@@ -303,6 +307,7 @@ func (s *Server) Close() error {
 		l.Close()
 	}
 	s.admin.close()
+	s.api.Close()
 	return errors.Join(s.fleet.Close(false), s.store.Close())
 }
 

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/agentzip/agentzip/api/gen/rest"
+	"github.com/agentzip/agentzip/internal/gateway/build"
 	"github.com/agentzip/agentzip/internal/gateway/keys"
 	"github.com/agentzip/agentzip/internal/gateway/lifecycle"
 	"github.com/agentzip/agentzip/internal/gateway/store"
@@ -31,6 +32,7 @@ type Options struct {
 	Aliases    map[string]string
 	MaxTimeout time.Duration             // 0: 24 h
 	CreateRate func(team string) float64 // creations a second; nil or 0: any
+	Dir        string                    // for uploads of builds
 	Log        *slog.Logger              // nil discards
 }
 
@@ -40,6 +42,7 @@ type API struct {
 	handler http.Handler
 	creates *buckets
 	samples samples
+	builder *build.Builder
 
 	// snapshots orders changes of the snapshots' index: two of one name at once.
 	snapshots sync.Mutex
@@ -47,8 +50,8 @@ type API struct {
 
 var _ rest.StrictServerInterface = (*API)(nil)
 
-// New makes the control plane.
-func New(o Options) *API {
+// New makes the control plane. Close it.
+func New(o Options) (*API, error) {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
@@ -75,8 +78,13 @@ func New(o Options) *API {
 		WriteError(w, http.StatusNotFound, "no such route: "+r.Method+" "+r.URL.Path)
 	})
 	a.handler = mux
-	return a
+	var err error
+	a.builder, err = build.New(build.Options{Backend: o.Backend, Store: o.Store, Dir: o.Dir, Keep: a.Keep, Log: o.Log})
+	return a, err
 }
+
+// Close ends builds under way.
+func (a *API) Close() { a.builder.Close() }
 
 // later are the routes that this version does not have, and says so.
 var later = map[string]string{
@@ -93,7 +101,10 @@ var later = map[string]string{
 	"PATCH /v2/templates/{templateID}": "publishing templates is not supported",
 }
 
-type teamKey struct{}
+type (
+	teamKey struct{}
+	hostKey struct{}
+)
 
 // team returns whose request it is.
 func team(ctx context.Context) string {
@@ -108,13 +119,17 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		WriteError(w, http.StatusNotFound, "no such route") // ServeMux would redirect, which clients do not follow
 		return
 	}
+	if a.upload(w, r) {
+		return
+	}
 	t, ok := a.opts.Keys.Team(r.Header.Get("X-API-Key"))
 	if !ok {
 		WriteError(w, http.StatusUnauthorized, "Unauthorized: the API key is missing or not valid: use one that `agentzip serve` or `agentzip key create` printed")
 		return
 	}
 	r.Body = http.MaxBytesReader(w, r.Body, maxBody)
-	a.handler.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), teamKey{}, t)))
+	ctx := context.WithValue(context.WithValue(r.Context(), teamKey{}, t), hostKey{}, r.Host)
+	a.handler.ServeHTTP(w, r.WithContext(ctx))
 }
 
 // box finds the sandbox of a request: ids may have a suffix behind a dash.

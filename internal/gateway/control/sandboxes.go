@@ -83,7 +83,7 @@ func (a *API) record(ctx context.Context, body *rest.NewSandbox, fallback time.D
 	if rec.Timeout, err = a.timeout(body.Timeout, fallback); err != nil {
 		return rec, err
 	}
-	if rec.Metadata, rec.Env, err = maps(body); err != nil {
+	if rec.Metadata, rec.Env, err = stringMaps(body); err != nil {
 		return rec, err
 	}
 	rec.Cohort = rec.Metadata[cohortKey]
@@ -125,7 +125,7 @@ const (
 	maxEnv      = 96 << 10
 )
 
-func maps(body *rest.NewSandbox) (metadata, env map[string]string, err error) {
+func stringMaps(body *rest.NewSandbox) (metadata, env map[string]string, err error) {
 	size := func(m map[string]string) (n int) {
 		for k, v := range m {
 			n += len(k) + len(v)

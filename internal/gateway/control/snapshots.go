@@ -41,8 +41,9 @@ func (a *API) CreateSnapshot(ctx context.Context, r rest.CreateSnapshotRequestOb
 	rec := store.Snapshot{
 		Key: key, ID: id, Names: []string{id}, Team: team(ctx), Source: b.ID(), Template: source.Template,
 		Cohort: source.Cohort, Created: time.Now(), CPUs: source.CPUs, MemoryMB: source.MemoryMB, DiskMB: source.DiskMB,
+		User: source.User, Workdir: source.Workdir,
 	}
-	if err := a.keep(rec); err != nil {
+	if err := a.Keep(rec); err != nil {
 		return nil, errors.Join(err, a.opts.Backend.Forget(key))
 	}
 	return rest.CreateSnapshot201JSONResponse{SnapshotID: rec.ID, Names: rec.Names}, nil
@@ -65,8 +66,8 @@ func qualify(team, name string) (string, error) {
 	return team + "/" + name, nil
 }
 
-// keep writes a snapshot's record; an older one of the same name is given up.
-func (a *API) keep(rec store.Snapshot) error {
+// Keep writes a snapshot's record; an older one of the same name is given up.
+func (a *API) Keep(rec store.Snapshot) error {
 	a.snapshots.Lock()
 	defer a.snapshots.Unlock()
 	var old store.Snapshot
@@ -138,7 +139,7 @@ func (a *API) ListSnapshots(ctx context.Context, r rest.ListSnapshotsRequestObje
 	var all []store.Snapshot
 	err = store.Each(a.opts.Store, store.Snapshots, func(_ string, s store.Snapshot) {
 		source := r.Params.SandboxID
-		if s.Team == team(ctx) && (source == nil || *source == "" || *source == s.Source) && (name == "" || name == s.ID) {
+		if s.Team == team(ctx) && !s.Built && (source == nil || *source == "" || *source == s.Source) && (name == "" || name == s.ID) {
 			all = append(all, s)
 		}
 	})

@@ -3,6 +3,7 @@ package control
 import (
 	"context"
 	"errors"
+	"maps"
 	"net/http"
 	"strings"
 	"time"
@@ -23,6 +24,12 @@ func (a *API) resolve(rec *store.Sandbox) error {
 		rec.CPUs, rec.MemoryMB, rec.DiskMB = s.CPUs, s.MemoryMB, s.DiskMB
 		if rec.Cohort == "" {
 			rec.Cohort = s.Cohort // siblings of the source share pages with it
+		}
+		rec.User, rec.Workdir = s.User, s.Workdir
+		if len(s.Env) > 0 {
+			env := maps.Clone(s.Env)
+			maps.Copy(env, rec.Env)
+			rec.Env = env
 		}
 		return nil
 	}
@@ -66,7 +73,7 @@ func (a *API) GetAlias(ctx context.Context, r rest.GetAliasRequestObject) (rest.
 	return rest.GetAlias200JSONResponse{TemplateID: facts.Name}, nil
 }
 
-func (a *API) templates() ([]rest.Template, error) {
+func (a *API) templates(team string) ([]rest.Template, error) {
 	all, err := a.opts.Backend.Templates()
 	if err != nil {
 		return nil, err
@@ -85,12 +92,22 @@ func (a *API) templates() ([]rest.Template, error) {
 			EnvdVersion: a.opts.Agent, BuildCount: 1, BuildStatus: "ready",
 		})
 	}
-	return list, nil
+	err = store.Each(a.opts.Store, store.Snapshots, func(_ string, s store.Snapshot) {
+		if s.Team != team || !s.Built {
+			return
+		}
+		list = append(list, rest.Template{
+			TemplateID: s.ID, BuildID: s.Key, CpuCount: s.CPUs, MemoryMB: s.MemoryMB, DiskSizeMB: s.DiskMB,
+			Aliases: s.Names, Names: s.Names, CreatedAt: stamp(s.Created), UpdatedAt: stamp(s.Created),
+			EnvdVersion: a.opts.Agent, BuildCount: 1, BuildStatus: "ready",
+		})
+	})
+	return list, err
 }
 
 // ListTemplates is GET /v2/templates.
-func (a *API) ListTemplates(context.Context, rest.ListTemplatesRequestObject) (rest.ListTemplatesResponseObject, error) {
-	list, err := a.templates()
+func (a *API) ListTemplates(ctx context.Context, _ rest.ListTemplatesRequestObject) (rest.ListTemplatesResponseObject, error) {
+	list, err := a.templates(team(ctx))
 	if err != nil {
 		return nil, err
 	}
@@ -98,8 +115,8 @@ func (a *API) ListTemplates(context.Context, rest.ListTemplatesRequestObject) (r
 }
 
 // ListTemplatesV1 is GET /templates.
-func (a *API) ListTemplatesV1(context.Context, rest.ListTemplatesV1RequestObject) (rest.ListTemplatesV1ResponseObject, error) {
-	list, err := a.templates()
+func (a *API) ListTemplatesV1(ctx context.Context, _ rest.ListTemplatesV1RequestObject) (rest.ListTemplatesV1ResponseObject, error) {
+	list, err := a.templates(team(ctx))
 	if err != nil {
 		return nil, err
 	}
@@ -109,7 +126,11 @@ func (a *API) ListTemplatesV1(context.Context, rest.ListTemplatesV1RequestObject
 // DeleteTemplate is DELETE /templates/{id}, which deletes snapshots. Templates
 // are the host's, not a team's.
 func (a *API) DeleteTemplate(ctx context.Context, r rest.DeleteTemplateRequestObject) (rest.DeleteTemplateResponseObject, error) {
-	ok, err := a.forget(team(ctx), r.TemplateID)
+	id := r.TemplateID
+	if name, built := a.builder.Named(team(ctx), id); built {
+		id = name
+	}
+	ok, err := a.forget(team(ctx), id)
 	if err != nil {
 		return nil, err
 	}
@@ -120,28 +141,6 @@ func (a *API) DeleteTemplate(ctx context.Context, r rest.DeleteTemplateRequestOb
 		return nil, refuse(http.StatusNotFound, "template %q not found", r.TemplateID)
 	}
 	return rest.DeleteTemplate204Response{}, nil
-}
-
-var errNoBuilds = &apiError{status: http.StatusNotImplemented, message: "templates are built on the host: `agentzip template build`"}
-
-// CreateTemplate is POST /v3/templates.
-func (a *API) CreateTemplate(context.Context, rest.CreateTemplateRequestObject) (rest.CreateTemplateResponseObject, error) {
-	return nil, errNoBuilds
-}
-
-// GetTemplateUpload is GET /templates/{id}/files/{hash}.
-func (a *API) GetTemplateUpload(context.Context, rest.GetTemplateUploadRequestObject) (rest.GetTemplateUploadResponseObject, error) {
-	return nil, errNoBuilds
-}
-
-// StartBuild is POST /v2/templates/{id}/builds/{build}.
-func (a *API) StartBuild(context.Context, rest.StartBuildRequestObject) (rest.StartBuildResponseObject, error) {
-	return nil, errNoBuilds
-}
-
-// GetBuild is GET /templates/{id}/builds/{build}/status.
-func (a *API) GetBuild(context.Context, rest.GetBuildRequestObject) (rest.GetBuildResponseObject, error) {
-	return nil, errNoBuilds
 }
 
 // sampleAge is how old the last measurement may be; clients poll every few seconds.

@@ -82,7 +82,7 @@ func (s *host) close() {
 }
 
 // routes are those of the agent that the tests need. A command line is "echo
-// WORDS", "sleep SECONDS" (a line each second), "hold" (one line, then silence),
+// WORDS", "fail", "sleep SECONDS" (a line each second), "hold" (one line, then silence),
 // "flood" (lines until the client leaves).
 func (s *Sandbox) routes() http.Handler {
 	mux := http.NewServeMux()
@@ -178,6 +178,10 @@ func (s *Sandbox) start(w http.ResponseWriter, r *http.Request) {
 		}
 		return
 	}
-	_ = out(0, map[string]any{"event": map[string]any{"end": map[string]any{"exited": true, "status": "exit status 0"}}})
+	end := map[string]any{"exited": true, "status": "exit status 0"}
+	if word == "fail" {
+		end = map[string]any{"exited": true, "status": "exit status 3", "exitCode": 3, "error": "exit status 3"}
+	}
+	_ = out(0, map[string]any{"event": map[string]any{"end": end}})
 	_ = out(2, map[string]any{})
 }

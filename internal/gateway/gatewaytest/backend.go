@@ -74,6 +74,15 @@ func (b *Backend) Template(name string) (lifecycle.Facts, error) {
 	return lifecycle.Facts{}, fmt.Errorf("%w: %s", lifecycle.ErrNoTemplate, name)
 }
 
+// Import makes nothing: an image is the template "other".
+func (b *Backend) Import(_ context.Context, image string, report func(string)) (lifecycle.Facts, error) {
+	if err := b.hook("import", image); err != nil {
+		return lifecycle.Facts{}, err
+	}
+	report("imported " + image)
+	return b.Template("other")
+}
+
 // Start makes a sandbox, empty or as a snapshot was.
 func (b *Backend) Start(ctx context.Context, spec lifecycle.Spec) (lifecycle.Sandbox, error) {
 	if err := errors.Join(b.hook("start", spec.ID), ctx.Err()); err != nil {

@@ -57,6 +57,9 @@ func (m *Minter) Access(id string) string { return m.mint("agent", id) }
 // Traffic is the token of a sandbox's other ports, where it wants one.
 func (m *Minter) Traffic(id string) string { return m.mint("traffic", id) }
 
+// Upload lets its bearer upload the files of a hash for a team's builds.
+func (m *Minter) Upload(team, hash string) string { return m.mint("upload", team+"/"+hash) }
+
 // Equal compares two secrets in constant time.
 func Equal(a, b string) bool { return subtle.ConstantTimeCompare([]byte(a), []byte(b)) == 1 }
 

@@ -38,7 +38,10 @@ type Spec struct {
 	Snapshot  string // key of the snapshot to start from; "": the template
 	Requested string // the templateID as clients know it
 	Cohort    string // trust domain; sandboxes of one share pages. Holds the team
+	Token     string // what programs in the guest must show its agent
 	Env       map[string]string
+	User      string // default user, "" is the agent's
+	Workdir   string // default folder, "" is the user's home
 	// KeepEnv: the guest's memory has its variables already; Env is only for a cold boot.
 	KeepEnv  bool
 	ColdBoot bool // Resume: from the disk alone
@@ -49,6 +52,9 @@ type Backend interface {
 	// Template returns what is known of a template, or ErrNoTemplate.
 	Template(name string) (Facts, error)
 	Templates() ([]Facts, error)
+	// Import makes a template of a container image: a reference, a layout folder or
+	// an archive. An image that was imported before costs nothing.
+	Import(ctx context.Context, image string, report func(string)) (Facts, error)
 	// Start clones a template, or a snapshot of one.
 	Start(ctx context.Context, spec Spec) (Sandbox, error)
 	// Resume makes a sandbox again from what Pause kept under its id and, if it

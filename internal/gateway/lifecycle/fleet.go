@@ -34,7 +34,8 @@ type Options struct {
 	Backend Backend
 	Store   *store.Store
 	Limits  Limits
-	Log     *slog.Logger // nil discards
+	Token   func(id string) string // the agent's token of a sandbox; nil: none
+	Log     *slog.Logger           // nil discards
 }
 
 // A Fleet is all boxes. Safe for concurrent use.
@@ -43,6 +44,7 @@ type Fleet struct {
 	store   *store.Store // immutable
 	quota   *quota       // immutable
 	log     *slog.Logger // immutable
+	token   func(id string) string
 	ctx     context.Context
 	stop    context.CancelFunc
 
@@ -61,9 +63,12 @@ func Open(o Options) (*Fleet, error) {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	f := &Fleet{
-		backend: o.Backend, store: o.Store, log: o.Log,
+		backend: o.Backend, store: o.Store, log: o.Log, token: o.Token,
 		quota: &quota{limits: o.Limits, perTeam: map[string]int{}},
 		boxes: map[string]*Box{}, graves: map[string]*Box{},
+	}
+	if f.token == nil {
+		f.token = func(string) string { return "" }
 	}
 	f.ctx, f.stop = context.WithCancel(context.Background())
 	kept, err := o.Backend.Kept()
@@ -88,7 +93,10 @@ func Open(o Options) (*Fleet, error) {
 	if err != nil {
 		return nil, fmt.Errorf("load sandboxes: %w", err)
 	}
-	err = store.Each(o.Store, store.Snapshots, func(_ string, s store.Snapshot) { known[s.Key] = true })
+	err = errors.Join(
+		store.Each(o.Store, store.Snapshots, func(_ string, s store.Snapshot) { known[s.Key] = true }),
+		store.Each(o.Store, store.Steps, func(_ string, s store.Snapshot) { known[s.Key] = true }), // these have a key too
+	)
 	if err != nil {
 		return nil, fmt.Errorf("load snapshots: %w", err)
 	}
@@ -117,7 +125,8 @@ func (f *Fleet) box(rec store.Sandbox) *Box {
 func (f *Fleet) spec(rec store.Sandbox) Spec {
 	return Spec{
 		ID: rec.ID, Template: rec.Template, Snapshot: rec.Snapshot, Requested: rec.Requested,
-		Cohort: rec.Team + "/" + rec.Cohort, Env: rec.Env,
+		Cohort: rec.Team + "/" + rec.Cohort, Env: rec.Env, User: rec.User, Workdir: rec.Workdir,
+		Token: f.token(rec.ID),
 	}
 }
 

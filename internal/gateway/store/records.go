@@ -13,6 +13,8 @@ type Sandbox struct {
 
 	Metadata map[string]string `json:"metadata,omitempty"`
 	Env      map[string]string `json:"env,omitempty"`
+	User     string            `json:"user,omitempty"`    // default user; "" is the agent's
+	Workdir  string            `json:"workdir,omitempty"` // default folder; "" is the user's home
 
 	Started time.Time     `json:"started"`
 	End     time.Time     `json:"end"`     // of its time to live; of a paused one: when it was paused
@@ -56,6 +58,12 @@ type Snapshot struct {
 	CPUs     int       `json:"cpus"`
 	MemoryMB int       `json:"memory_mb"`
 	DiskMB   int       `json:"disk_mb"`
+
+	// Of templates that were built: what commands get if they name nothing else.
+	Built   bool              `json:"built,omitempty"`
+	Env     map[string]string `json:"env,omitempty"`
+	User    string            `json:"user,omitempty"`
+	Workdir string            `json:"workdir,omitempty"`
 }
 
 // A Key is an API key; of the key itself only its hash is kept.

@@ -1,5 +1,5 @@
 // Package store keeps the gateway's records in one bbolt file: sandboxes,
-// snapshots, API keys, aliases of templates.
+// snapshots, API keys, cached steps of builds.
 //
 // A record is JSON under its id, one bucket a kind. There are two ways to write:
 //
@@ -44,11 +44,11 @@ const (
 	Sandboxes Kind = "sandboxes"
 	Snapshots Kind = "snapshots"
 	Keys      Kind = "keys"
-	Aliases   Kind = "aliases"
+	Steps     Kind = "steps" // cached steps of builds
 	Meta      Kind = "meta"
 )
 
-var kinds = []Kind{Sandboxes, Snapshots, Keys, Aliases, Meta}
+var kinds = []Kind{Sandboxes, Snapshots, Keys, Steps, Meta}
 
 // format is written into Meta; a newer one is refused.
 const format = "1"

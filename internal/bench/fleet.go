@@ -181,4 +181,5 @@ type Counters struct {
 	CancelledPasses   uint64                      // passes a call cut short
 	PoolFull          uint64                      // times the pool refused a page
 	IntegrityFailures []string                    // one line each: sandbox, page, encoder
+	Ahead             report.Ahead                // what was there before the guest asked
 }

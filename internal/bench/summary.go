@@ -274,6 +274,7 @@ func activity(runs []*run) report.Activity {
 		a.Cancelled += c.Cancelled
 		a.CancelledPasses += c.CancelledPasses
 		a.PoolFull += c.PoolFull
+		a.Ahead.Add(c.Ahead)
 	}
 	return a
 }

@@ -133,6 +133,7 @@ func (f *fleet) Counters() bench.Counters {
 			continue
 		}
 		addLatencies(c.Latencies, st)
+		c.Ahead.Add(aheadOf(b.Sandbox, st))
 		cancels := b.Cancels()
 		report.MergeAll(c.Latencies, map[string]report.Histogram{report.KindCancel: histogram(cancels)})
 		c.CancelledPasses += uint64(cancels.Count)
@@ -177,6 +178,15 @@ func addLatencies(to map[string]report.Histogram, st pager.Stats) {
 		report.KindTemplate: histogram(st.Template), report.KindZero: histogram(st.Zero),
 		report.KindProtected: histogram(st.Protected), report.KindHeld: histogram(st.Held),
 	})
+}
+
+// aheadOf counts what was there before the guest asked for it.
+func aheadOf(s *sandbox.Sandbox, st pager.Stats) report.Ahead {
+	n := s.Counts()
+	return report.Ahead{
+		Restored: n.Restored, Private: n.Private, Shared: n.Shared, Neighbours: n.Neighbours, MappedBack: st.MappedBack,
+		Used: n.Used, Wasted: n.Wasted, NeighboursUsed: n.NeighboursUsed, NeighboursWasted: n.NeighboursWasted,
+	}
 }
 
 // histogram converts a distribution.

@@ -147,6 +147,30 @@ type Activity struct {
 	Cancelled       uint64             `json:"cancelled"`
 	CancelledPasses uint64             `json:"cancelled_passes"`
 	PoolFull        uint64             `json:"pool_full"`
+	Ahead           Ahead              `json:"ahead,omitzero"`
+}
+
+// Ahead counts pages that were there before the guest asked for them.
+type Ahead struct {
+	Restored   uint64 `json:"restored"`    // evicted, brought back
+	Private    uint64 `json:"private"`     // template and zero pages, installed to be written
+	Shared     uint64 `json:"shared"`      // template and zero pages, mapped
+	Neighbours uint64 `json:"neighbours"`  // evicted, brought beside one that the guest waited for
+	MappedBack uint64 `json:"mapped_back"` // template and zero pages, mapped by the pass that had dropped them
+
+	// Signs of use: a page that was only read gives none, so wasted is an upper bound.
+	Used             uint64 `json:"used"` // of Restored and Private
+	Wasted           uint64 `json:"wasted"`
+	NeighboursUsed   uint64 `json:"neighbours_used"`
+	NeighboursWasted uint64 `json:"neighbours_wasted"`
+}
+
+// Add adds o to a.
+func (a *Ahead) Add(o Ahead) {
+	a.Restored, a.Private, a.Shared = a.Restored+o.Restored, a.Private+o.Private, a.Shared+o.Shared
+	a.Neighbours, a.MappedBack = a.Neighbours+o.Neighbours, a.MappedBack+o.MappedBack
+	a.Used, a.Wasted = a.Used+o.Used, a.Wasted+o.Wasted
+	a.NeighboursUsed, a.NeighboursWasted = a.NeighboursUsed+o.NeighboursUsed, a.NeighboursWasted+o.NeighboursWasted
 }
 
 // Encoder is what one encoder did.

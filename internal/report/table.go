@@ -116,6 +116,12 @@ func (r *Report) activity(b *bytes.Buffer) {
 	fmt.Fprintf(b, "evicted %d pages (%d of them clean, without encoding), left %d that do not shrink, %d cancelled by a write, %d passes cut short by a call, pool full %d times\n",
 		a.Evicted, a.CleanDrops, a.Incompressible, a.Cancelled, a.CancelledPasses, a.PoolFull)
 	fmt.Fprintf(b, "faults: %s\n", strings.Join(faults, ", "))
+	if x := a.Ahead; x != (Ahead{}) {
+		fmt.Fprintf(b, "ahead of use: %d evicted pages, %d installed to be written; of them %d showed a sign of use, %d none until they were dropped (pages only read show none)\n",
+			x.Restored, x.Private, x.Used, x.Wasted)
+		fmt.Fprintf(b, "beside faults: %d evicted pages (%d used, %d without a sign); shared pages mapped by restores %d, by passes %d\n",
+			x.Neighbours, x.NeighboursUsed, x.NeighboursWasted, x.Shared, x.MappedBack)
+	}
 }
 
 // shownProblems bounds what the text prints; the JSON has all.

@@ -387,6 +387,14 @@ func (s *Sandbox) Pager() (pager.Stats, bool) {
 	return s.pager.Stats(), true
 }
 
+// Counts returns what the guest has waited for and what was brought ahead; zero without compression.
+func (s *Sandbox) Counts() pager.Counts {
+	if s.pager == nil {
+		return pager.Counts{}
+	}
+	return s.pager.Counts()
+}
+
 // Cancels returns how long passes ran on after a call had arrived: what the call shared
 // with them at most.
 func (s *Sandbox) Cancels() pager.Latency { return s.cancels.Snapshot() }

@@ -133,7 +133,7 @@ func (f *runFlags) run(cmd *cobra.Command, command guestlink.Command) (err error
 		return err
 	}
 	defer func() { err = errors.Join(err, d.Close()) }()
-	opts := daemon.CloneOptions{Template: f.template}
+	opts := daemon.CloneOptions{Template: f.template, Settings: &guestlink.Settings{Internet: new(true)}}
 	if opts.Template == "" {
 		if opts.Template, err = defaultTemplate(d); err != nil {
 			return err

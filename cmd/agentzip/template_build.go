@@ -145,7 +145,10 @@ func (f *buildFlags) spec(cmd *cobra.Command, name string) (template.BuildSpec, 
 		spec.WorkDir = f.workDir
 	}
 	spec.Hardware.VCPUs, spec.Hardware.Accel, spec.Hardware.CPU = f.vcpus, vmm.Accel(f.accel), f.cpu
-	spec.Hardware.Network, spec.DeadPages = f.network, template.DeadPages(f.deadPages)
+	if flags.Changed("network") {
+		spec.Hardware.Network = f.network
+	}
+	spec.DeadPages = template.DeadPages(f.deadPages)
 	spec.Agent, spec.Force = libFile("agentzip-guest"), f.force
 	return spec, nil
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/gateway/lifecycle"
+	"github.com/agentzip/agentzip/internal/guestlink"
 	"github.com/agentzip/agentzip/internal/pager"
 	"github.com/agentzip/agentzip/internal/sandbox"
 	"github.com/agentzip/agentzip/internal/template"
@@ -27,7 +28,7 @@ const factsAge = 2 * time.Second
 
 // AgentVersion is the envdVersion that clients are told: from it they conclude
 // what the agent in the guest can do.
-const AgentVersion = "0.5.7"
+const AgentVersion = "0.6.4"
 
 // BackendOptions of a gateway's backend.
 type BackendOptions struct {
@@ -202,7 +203,7 @@ func (b *Backend) Start(ctx context.Context, spec lifecycle.Spec) (lifecycle.San
 	if err != nil {
 		return nil, err
 	}
-	sb, err := b.daemon.Clone(ctx, CloneOptions{ID: spec.ID, Template: spec.Template, Cohort: c})
+	sb, err := b.daemon.Clone(ctx, CloneOptions{ID: spec.ID, Template: spec.Template, Cohort: c, Settings: settingsOf(spec)})
 	if err != nil {
 		leave()
 		if errors.Is(err, template.ErrNotFound) {
@@ -211,6 +212,15 @@ func (b *Backend) Start(ctx context.Context, spec lifecycle.Spec) (lifecycle.San
 		return nil, err
 	}
 	return &guest{Sandbox: sb, leave: leave}, nil
+}
+
+// settingsOf is what a new sandbox's guest is told about itself.
+func settingsOf(spec lifecycle.Spec) *guestlink.Settings {
+	s := &guestlink.Settings{SandboxID: &spec.ID, TemplateID: &spec.Requested, Internet: new(true)}
+	if !spec.KeepEnv {
+		s.Envs = spec.Env
+	}
+	return s
 }
 
 // Resume is not possible yet: nothing can have been kept.
@@ -238,8 +248,12 @@ type guest struct {
 func (g *guest) Agent() http.RoundTripper { return g.Sandbox.Agent() }
 
 // Dial connects to a port in the guest.
-func (g *guest) Dial(context.Context, uint16) (net.Conn, error) {
-	return nil, lifecycle.ErrUnsupported
+func (g *guest) Dial(ctx context.Context, port uint16) (net.Conn, error) {
+	conn, err := g.Sandbox.Dial(ctx, int(port))
+	if errors.Is(err, guestlink.ErrPortClosed) {
+		return nil, fmt.Errorf("%w: %w", lifecycle.ErrPortClosed, err)
+	}
+	return conn, err
 }
 
 // BeginCall opens a tool window.

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/agentzip/agentzip/internal/cohort"
+	"github.com/agentzip/agentzip/internal/guestlink"
 	"github.com/agentzip/agentzip/internal/library"
 	"github.com/agentzip/agentzip/internal/pager"
 	"github.com/agentzip/agentzip/internal/sandbox"
@@ -293,6 +294,7 @@ type CloneOptions struct {
 	Template   string  // its name; "" is the cohort's
 	Cohort     *Cohort // of the same template; nil: no compression
 	NoPrefetch bool
+	Settings   *guestlink.Settings // what the guest is told about itself; nil: nothing, and no network
 }
 
 // Clone starts a sandbox from a template. The caller closes it.
@@ -307,7 +309,7 @@ func (d *Daemon) Clone(ctx context.Context, o CloneOptions) (*sandbox.Sandbox, e
 	if err != nil {
 		return nil, err
 	}
-	so := sandbox.Options{ID: o.ID, Host: d.host, Template: t, Shim: d.shim, NoPrefetch: o.NoPrefetch, Log: d.log}
+	so := sandbox.Options{ID: o.ID, Host: d.host, Template: t, Shim: d.shim, NoPrefetch: o.NoPrefetch, Settings: o.Settings, Log: d.log}
 	if o.Cohort != nil {
 		so.Compression = &sandbox.Compression{Cohort: o.Cohort.cohort, Faults: d.faults}
 	}

@@ -109,7 +109,10 @@ type Options struct {
 	Shim        string       // path of the shim; needed with Compression
 	Compression *Compression // nil leaves the sandbox's memory alone
 	NoPrefetch  bool         // restore only what faults ask for
-	Log         *slog.Logger // nil discards
+	// Settings are what the guest is told about itself before its first command; nil: nothing.
+	// Without Internet set to true the guest reaches nobody.
+	Settings *guestlink.Settings
+	Log      *slog.Logger // nil discards
 }
 
 // A Sandbox is one running clone. All methods may be called from any goroutine.
@@ -172,6 +175,9 @@ func (s *Sandbox) start(ctx context.Context) error {
 		if err := s.attachPager(); err != nil {
 			return err
 		}
+	}
+	if err := s.machine.SetNetwork(ctx, online(s.opts.Settings)); err != nil {
+		return err
 	}
 	if err := s.machine.Resume(ctx); err != nil {
 		return fmt.Errorf("resume clone: %w", err)
@@ -262,6 +268,7 @@ func (s *Sandbox) personalise(ctx context.Context) error {
 		Hostname:  s.id,
 		MachineID: hex.EncodeToString(randomBytes(16)),
 		BootID:    uuid.NewString(),
+		Settings:  s.opts.Settings,
 	})
 	if err != nil {
 		return fmt.Errorf("personalise clone: %w", err)

@@ -24,6 +24,10 @@ const (
 	warmUpLimit = 20 * time.Minute
 	// setUpLimit bounds a command that writes one word. Under TCG on a busy host it takes a second.
 	setUpLimit = time.Minute
+	// startLimit bounds the time until the start command is ready: a Python server takes half a minute under TCG.
+	startLimit = 10 * time.Minute
+	// readyPause is between two tries of the ready command. Shorter keeps the guest from starting.
+	readyPause = 500 * time.Millisecond
 	// helloLimit is one try to reach the agent; before it runs nobody answers.
 	helloLimit = 2 * time.Second
 	// deathGrace is how long a broken link may precede the VMM's end. Reaping takes milliseconds.
@@ -31,6 +35,21 @@ const (
 	// tailLimit is how much of a failed command's output an error shows.
 	tailLimit = 2 << 10
 )
+
+// startLog is where the output of the start command goes.
+const startLog = "/tmp/.agentzip-start.log"
+
+// startLine leaves a command running in a session of its own.
+func startLine(command string) string {
+	quoted := "'" + strings.ReplaceAll(command, "'", `'\''`) + "'"
+	return "setsid --fork /bin/bash -l -c " + quoted + " < /dev/null > " + startLog + " 2>&1"
+}
+
+// StartCommand is the template's start command as a guest that was booted from its disk alone
+// must run it; false if the template has none.
+func (m *Manifest) StartCommand() (guestlink.Command, bool) {
+	return guestlink.Command{Shell: startLine(m.Start), Cwd: m.WorkDir, User: rootfs.UserName, Timeout: setUpLimit}, m.Start != ""
+}
 
 // boot starts the guest once, warms it up and saves it.
 //
@@ -145,6 +164,9 @@ func (b *build) useGuest(ctx context.Context, m vmm.Machine) error {
 			return err
 		}
 	}
+	if err := b.startServer(ctx, link); err != nil {
+		return err
+	}
 	if err := link.Quiesce(ctx); err != nil {
 		return fmt.Errorf("quiesce guest: %w", err)
 	}
@@ -222,6 +244,50 @@ func (b *build) warmUp(ctx context.Context, link *guestlink.Client, i int, cmd s
 		how = "signal " + exit.Signal
 	}
 	return fmt.Errorf("%w: %q (%s); its output ends:\n%s", ErrWarmUp, firstLine(cmd), how, out.String())
+}
+
+// startServer leaves the start command running and waits until it is ready. The session it gets
+// keeps it apart from the agent's processes: nobody waits for its output.
+func (b *build) startServer(ctx context.Context, link *guestlink.Client) error {
+	if b.spec.Start == "" {
+		return nil
+	}
+	pulse := b.report.Heartbeat(ctx, "boot", "")
+	defer pulse.Stop()
+	pulse.Set(0, 0, "starting: %s", firstLine(b.spec.Start))
+	run := func(line string) (guestlink.Exit, string, error) {
+		var out tailBuffer
+		exit, err := link.Run(ctx, guestlink.Command{
+			Shell: line, Cwd: b.spec.WorkDir, User: rootfs.UserName, Timeout: setUpLimit,
+		}, &out, &out)
+		return exit, out.String(), err
+	}
+	exit, out, err := run(startLine(b.spec.Start))
+	if err == nil && exit.Code != 0 {
+		err = fmt.Errorf("%w: code %d: %s", ErrWarmUp, exit.Code, out)
+	}
+	if err != nil {
+		return fmt.Errorf("run start command %q: %w", firstLine(b.spec.Start), err)
+	}
+	for limit := time.Now().Add(startLimit); b.spec.Ready != ""; {
+		exit, out, err := run(b.spec.Ready)
+		if err != nil {
+			return fmt.Errorf("run ready command %q: %w", firstLine(b.spec.Ready), err)
+		}
+		if exit.Code == 0 && exit.Signal == "" {
+			return nil
+		}
+		if time.Now().After(limit) {
+			_, log, _ := run("tail -c 2000 " + startLog)
+			return fmt.Errorf("%w: not ready after %v: %s\n%s", ErrWarmUp, startLimit, out, log)
+		}
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-time.After(readyPause):
+		}
+	}
+	return nil
 }
 
 func firstLine(s string) string {

@@ -39,6 +39,12 @@ type BuildSpec struct {
 	// clone starts with their files and interpreters in memory. One that
 	// ends with another code than 0 fails the build.
 	WarmUp []string
+	// Start is a shell command that is left running in the template, as the user "user", after the
+	// warm-up: a server that every clone has at once. "" for none.
+	Start string
+	// Ready is a shell command that ends with code 0 once Start may be snapshotted.
+	// It is tried until it does. "" means that Start needs no time.
+	Ready string
 	// WorkDir is where warm-up commands start; "" means the user's home.
 	WorkDir string
 	// Agent is the path of the guest agent's binary.
@@ -221,7 +227,7 @@ func (b *build) prepare(ctx context.Context) error {
 		Hardware: b.spec.Hardware, DeadPages: b.spec.DeadPages, Host: host,
 		Kernel: KernelFacts{Package: b.kernel.Package, Version: b.kernel.Version, Release: b.kernel.Release, Cmdline: b.spec.DeadPages.cmdline()},
 		Agent:  AgentFacts{SHA256: hex.EncodeToString(sum[:])},
-		Env:    b.source.env, WarmUp: b.spec.WarmUp, WorkDir: b.spec.WorkDir,
+		Env:    b.source.env, WarmUp: b.spec.WarmUp, Start: b.spec.Start, Ready: b.spec.Ready, WorkDir: b.spec.WorkDir,
 		Seconds: map[string]int{}, Files: map[string]FileSums{},
 	}
 	b.manifest.Input = inputDigest(&b.manifest, b.spec.Disk)
@@ -246,7 +252,8 @@ func inputDigest(m *Manifest, disk units.Bytes) string {
 		WarmUp         []string
 		WorkDir        string
 		Disk           units.Bytes
-	}{buildRecipe, Format, m.Source.Digest, m.Hardware, m.Host.QEMU, cpu, m.Kernel, m.Agent.SHA256, m.WarmUp, m.WorkDir, disk})
+		Start, Ready   string `json:",omitempty"`
+	}{buildRecipe, Format, m.Source.Digest, m.Hardware, m.Host.QEMU, cpu, m.Kernel, m.Agent.SHA256, m.WarmUp, m.WorkDir, disk, m.Start, m.Ready})
 	if err != nil {
 		panic("template: build inputs do not marshal: " + err.Error())
 	}

@@ -92,7 +92,7 @@ func TestBuiltinsAreComplete(t *testing.T) {
 			t.Errorf("%s: incomplete: %+v", name, spec)
 		}
 	}
-	if _, err := Builtin("tornadoo"); err == nil || !strings.Contains(err.Error(), "base, tornado") {
+	if _, err := Builtin("tornadoo"); err == nil || !strings.Contains(err.Error(), "base, code-interpreter-v1, tornado") {
 		t.Errorf("got %v, want a list of built-in templates", err)
 	}
 }

@@ -6,7 +6,10 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/agentzip/agentzip/internal/template/interpreter"
 	"github.com/agentzip/agentzip/internal/template/rootfs"
+	"github.com/agentzip/agentzip/internal/units"
+	"github.com/agentzip/agentzip/internal/vmm"
 )
 
 // Suite is the Debian release built-in templates are made of.
@@ -57,12 +60,28 @@ chown -R 1000:1000 /testbed
 var builtins = map[string]func() BuildSpec{
 	"base": func() BuildSpec {
 		return BuildSpec{
-			Source: Source{Debian: &rootfs.Debian{Suite: Suite, Packages: basePackages, Setup: []string{gitConfig}}},
+			Source:   Source{Debian: &rootfs.Debian{Suite: Suite, Packages: append(slices.Clone(basePackages), "curl"), Setup: []string{gitConfig}}},
+			Hardware: vmm.Hardware{Network: true},
 			WarmUp: []string{
+				`curl --version`,
 				`python3 -c 'import json, re, argparse, subprocess, unittest, asyncio'`,
 				`git --version && ls -la / > /dev/null && ps aux > /dev/null`,
 				`sudo -n true`,
 			},
+		}
+	},
+	"code-interpreter-v1": func() BuildSpec {
+		return BuildSpec{
+			Source: Source{Debian: &rootfs.Debian{
+				Suite: Suite,
+				Packages: append(slices.Clone(basePackages), "curl",
+					"python3-ipykernel", "python3-jupyter-client", "python3-matplotlib", "python3-pandas", "python3-pip"),
+				Setup: []string{gitConfig, interpreter.Setup()},
+			}},
+			Hardware: vmm.Hardware{Network: true, Memory: units.GiB},
+			WarmUp:   []string{`git --version && ps aux > /dev/null`, `sudo -n true`},
+			Start:    interpreter.Start,
+			Ready:    interpreter.Ready,
 		}
 	},
 	"tornado": func() BuildSpec {

@@ -46,6 +46,8 @@ type Manifest struct {
 	Packages []rootfs.Package  `json:"packages,omitempty"`
 	Env      []string          `json:"env,omitempty"` // of the container image
 	WarmUp   []string          `json:"warm_up,omitempty"`
+	Start    string            `json:"start,omitempty"`    // left running in the template; a boot from the disk alone runs it again
+	Ready    string            `json:"ready,omitempty"`    // ends with 0 once Start answers
 	WorkDir  string            `json:"work_dir,omitempty"` // where warm-up commands ran and tool calls may start
 	Tools    map[string]string `json:"tools,omitempty"`    // versions of what built it
 	Seconds  map[string]int    `json:"seconds,omitempty"`  // how long each step of the build took

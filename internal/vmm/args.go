@@ -122,7 +122,7 @@ func (l layout) args() []string {
 			"-device", "virtio-blk-pci,drive=disk,discard=on,write-zeroes=on,werror=report,rerror=report")
 	}
 	if l.hw.Network {
-		a = append(a, "-netdev", "user,id=net,restrict=off", "-device", "virtio-net-pci,netdev=net,romfile=")
+		a = append(a, "-netdev", "user,id="+netDevice+",restrict=off,ipv6=off", "-device", "virtio-net-pci,netdev="+netDevice+",romfile=")
 	}
 	if l.hw.Reporting {
 		// Last, so that the others are where they are without it. Page poison stays on: with
@@ -148,8 +148,11 @@ func (l layout) args() []string {
 	return a
 }
 
-// linkDevice is the QEMU id of the link's port.
-const linkDevice = "link0"
+// linkDevice is the QEMU id of the link's port, netDevice that of the network's host end.
+const (
+	linkDevice = "link0"
+	netDevice  = "net"
+)
 
 // fill replaces the zero values of a Hardware by their meaning and checks the rest.
 func (h Hardware) fill() (Hardware, error) {

@@ -268,6 +268,17 @@ func (m *machine) Resume(ctx context.Context) error { return m.command(ctx, "con
 // Stop halts the vCPUs and flushes the disk.
 func (m *machine) Stop(ctx context.Context) error { return m.command(ctx, "stop", nil) }
 
+// SetNetwork is described at Machine.
+func (m *machine) SetNetwork(ctx context.Context, in bool) error {
+	if !m.hw.Network {
+		return nil
+	}
+	if err := m.command(ctx, "set_link", dict{"name": netDevice, "up": in}); err != nil {
+		return fmt.Errorf("set network: %w", err)
+	}
+	return nil
+}
+
 // command executes a QMP command whose answer says nothing. If the machine is
 // dead, the error says of what.
 func (m *machine) command(ctx context.Context, name string, args any) error {

@@ -144,6 +144,11 @@ type Machine interface {
 	// may run on and write.
 	CopyDisk(ctx context.Context, src, dst *os.File) (*DiskCopy, error)
 
+	// SetNetwork plugs the guest's network cable in or out: without it the guest reaches
+	// nobody, whatever its root does. Device state brings its own setting, so it comes after
+	// Load. A machine without a network device is left as it is.
+	SetNetwork(ctx context.Context, in bool) error
+
 	Console() []byte // the last 64 KiB of the serial console
 	Log() []byte     // the last 16 KiB of what the VMM wrote to stdout and stderr
 	Timing() Timing

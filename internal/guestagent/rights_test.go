@@ -1,8 +1,12 @@
 package guestagent
 
 import (
+	"bytes"
 	"errors"
+	"io"
 	"io/fs"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -201,6 +205,42 @@ func TestAPanicGivesRightsBack(t *testing.T) {
 	if uid, _ := unix.SetfsuidRetUid(-1); uid != 0 {
 		t.Errorf("left as %d", uid)
 	}
+}
+
+func FuzzUploads(f *testing.F) {
+	const form = "--b\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a/b\"\r\n\r\ncontent\r\n--b--\r\n"
+	for _, kind := range []string{"multipart/form-data; boundary=b", "application/octet-stream", "text/plain", "", "multipart/form-data; boundary=\"\""} {
+		for _, body := range []string{form, form[:60], strings.Replace(form, "a/b", "../\xff\\", 1), "", "--b--"} {
+			f.Add(kind, "", "", []byte(body))
+			f.Add(kind, "gzip", "x", []byte(body))
+		}
+	}
+	f.Fuzz(func(t *testing.T, kind, coding, query string, body []byte) {
+		r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/files", bytes.NewReader(body))
+		r.Header.Set("Content-Type", kind)
+		r.Header.Set("Content-Encoding", coding)
+		total := int64(0)
+		err := readUpload(r, query, func(path string, content io.Reader) error {
+			if path == "" {
+				t.Error("a file without a path")
+			}
+			if _, err := (Account{Home: "/h"}).resolve(path, ""); err != nil {
+				return badRequest("%v", err)
+			}
+			n, err := io.Copy(io.Discard, io.LimitReader(content, 1<<20))
+			total += n
+			if err != nil {
+				return bodyError(err)
+			}
+			return nil
+		})
+		if re := (*requestError)(nil); err != nil && (!errors.As(err, &re) || re.status != http.StatusBadRequest || re.message == "") {
+			t.Errorf("%v is not the fault of the request", err)
+		}
+		if coding == "" && total > int64(len(body)) {
+			t.Errorf("%d bytes came out of %d", total, len(body))
+		}
+	})
 }
 
 func FuzzAPathNeverLeavesWhatTheUserMayTouch(f *testing.F) {

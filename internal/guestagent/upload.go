@@ -67,6 +67,12 @@ func (u *uploading) read(r *http.Request) error {
 	if u.metadata, err = requestMetadata(r.Header); err != nil {
 		return err
 	}
+	return readUpload(r, u.path, u.write)
+}
+
+// readUpload calls write with each file of a request: its body, or the parts of
+// a form. path is that of the query; with it parts need no name.
+func readUpload(r *http.Request, path string, write func(path string, content io.Reader) error) error {
 	kind, parameters, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
 	if err != nil {
 		return badRequest("Content-Type: %v", err)
@@ -85,15 +91,15 @@ func (u *uploading) read(r *http.Request) error {
 	}
 	switch kind {
 	case "application/octet-stream":
-		if u.path == "" {
+		if path == "" {
 			return badRequest("path is required")
 		}
-		return u.write(u.path, body)
+		return write(path, body)
 	case "multipart/form-data":
 		if parameters["boundary"] == "" {
 			return badRequest("Content-Type: no boundary")
 		}
-		return u.form(multipart.NewReader(body, parameters["boundary"]))
+		return readForm(multipart.NewReader(body, parameters["boundary"]), path, write)
 	}
 	return badRequest("Content-Type %q is not supported: use multipart/form-data or application/octet-stream", kind)
 }
@@ -109,8 +115,8 @@ func (g gzipReader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// form writes the parts named "file"; others are skipped.
-func (u *uploading) form(parts *multipart.Reader) error {
+// readForm calls write with the parts named "file"; others are skipped.
+func readForm(parts *multipart.Reader, query string, write func(path string, content io.Reader) error) error {
 	for {
 		part, err := parts.NextRawPart()
 		if errors.Is(err, io.EOF) {
@@ -122,14 +128,14 @@ func (u *uploading) form(parts *multipart.Reader) error {
 		if part.FormName() != "file" {
 			continue
 		}
-		path := u.path
+		path := query
 		if path == "" {
 			path = fullFileName(part)
 		}
 		if path == "" {
 			return badRequest("a part has no filename, and there is no path in the query")
 		}
-		if err := u.write(path, part); err != nil {
+		if err := write(path, part); err != nil {
 			return err
 		}
 	}

@@ -104,7 +104,7 @@ func serve(cmd *cobra.Command, config *gateway.Config) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, d.Close()) }()
-	backend := d.NewBackend(daemon.BackendOptions{Isolation: isolation, Compression: config.Compression})
+	backend := d.NewBackend(daemon.BackendOptions{Isolation: isolation, Compression: config.Compression, Warm: config.Warm})
 	defer func() { err = errors.Join(err, backend.Close()) }()
 	s, err := gateway.Open(gateway.Options{Config: config, Backend: backend, Agent: daemon.AgentVersion, Log: slog.Default()})
 	if err != nil {
@@ -112,6 +112,13 @@ func serve(cmd *cobra.Command, config *gateway.Config) (err error) {
 	}
 	if err := s.Listen(cmd.Context()); err != nil {
 		return errors.Join(err, s.Close())
+	}
+	if base, ok := s.Base(); ok {
+		go func() {
+			if err := backend.Prewarm(cmd.Context(), keys.DefaultTeam+"/", base); err != nil {
+				slog.Warn("keep sandboxes ready", "err", err)
+			}
+		}()
 	}
 	if err := greet(cmd.OutOrStdout(), s, config.APIKey); err != nil {
 		return errors.Join(err, s.Close())

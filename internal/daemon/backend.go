@@ -6,20 +6,15 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"net"
-	"net/http"
+	"maps"
 	"path/filepath"
-	"strings"
 	"sync"
 	"time"
 
 	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/gateway/lifecycle"
 	"github.com/agentzip/agentzip/internal/guestlink"
-	"github.com/agentzip/agentzip/internal/pager"
-	"github.com/agentzip/agentzip/internal/sandbox"
 	"github.com/agentzip/agentzip/internal/template"
-	"github.com/agentzip/agentzip/internal/vmm"
 )
 
 // factsAge is how old what was read of the template store may be. A template
@@ -34,6 +29,7 @@ const AgentVersion = "0.6.4"
 type BackendOptions struct {
 	Isolation   cohort.Isolation
 	Compression bool
+	Warm        int // sandboxes kept ready in each of the cohorts used last
 }
 
 // A Backend makes the gateway's sandboxes on this host. Close it after the
@@ -45,38 +41,15 @@ type Backend struct {
 	opts   BackendOptions // immutable
 
 	mu      sync.Mutex
-	cohorts map[string]*shared // guarded by mu; by trust domain and template
+	cohorts map[domain]*shared // guarded by mu
+	recent  []domain           // guarded by mu; those with warm sandboxes, the latest first
 	facts   []lifecycle.Facts  // guarded by mu
 	factsAt time.Time          // guarded by mu
 }
 
-// shared is a cohort and how many sandboxes are in it.
-type shared struct {
-	ready  chan struct{} // closed when the fields below are set
-	cohort *Cohort
-	err    error
-	users  int // guarded by Backend.mu
-}
-
 // NewBackend returns a backend that makes sandboxes in d.
 func (d *Daemon) NewBackend(o BackendOptions) *Backend {
-	return &Backend{daemon: d, opts: o, cohorts: map[string]*shared{}}
-}
-
-// Close frees the cohorts. All sandboxes must have ended.
-func (b *Backend) Close() error {
-	b.mu.Lock()
-	all := b.cohorts
-	b.cohorts = nil
-	b.mu.Unlock()
-	var errs []error
-	for _, s := range all {
-		<-s.ready
-		if s.err == nil {
-			errs = append(errs, s.cohort.Close())
-		}
-	}
-	return errors.Join(errs...)
+	return &Backend{daemon: d, opts: o, cohorts: map[domain]*shared{}}
 }
 
 // Templates lists the templates of the host.
@@ -150,77 +123,54 @@ func (b *Backend) Import(ctx context.Context, image string, report func(string))
 	return facts, nil
 }
 
-// join returns the cohort of a trust domain, which is made for its first
-// sandbox and freed with its last (leave).
-func (b *Backend) join(ctx context.Context, domain, tmpl string) (*Cohort, func(), error) {
-	if !b.opts.Compression {
-		return nil, func() {}, nil
-	}
-	key := domain + "\x00" + tmpl
-	b.mu.Lock()
-	s := b.cohorts[key]
-	first := s == nil
-	if first {
-		s = &shared{ready: make(chan struct{})}
-		b.cohorts[key] = s
-	}
-	s.users++
-	b.mu.Unlock()
-	if first {
-		s.cohort, s.err = b.daemon.NewCohort(ctx, CohortOptions{Template: tmpl, Isolation: b.opts.Isolation})
-		close(s.ready)
-	}
-	<-s.ready
-	leave := sync.OnceFunc(func() { b.leave(key, s) })
-	if s.err != nil {
-		leave()
-		return nil, nil, s.err
-	}
-	return s.cohort, leave, nil
-}
-
-func (b *Backend) leave(key string, s *shared) {
-	b.mu.Lock()
-	s.users--
-	last := s.users == 0 && b.cohorts[key] == s
-	if last {
-		delete(b.cohorts, key)
-	}
-	b.mu.Unlock()
-	if last && s.err == nil {
-		if err := s.cohort.Close(); err != nil {
-			b.daemon.log.Error("close cohort", "err", err)
-		}
-	}
-}
-
 // Start clones a template.
 func (b *Backend) Start(ctx context.Context, spec lifecycle.Spec) (lifecycle.Sandbox, error) {
 	if spec.Snapshot != "" {
 		return nil, fmt.Errorf("start from snapshot %s: %w", spec.Snapshot, lifecycle.ErrUnsupported)
 	}
-	c, leave, err := b.join(ctx, spec.Cohort, spec.Template)
+	g, err := b.start(ctx, domain{spec.Cohort, spec.Template}, spec)
+	if errors.Is(err, template.ErrNotFound) {
+		return nil, fmt.Errorf("%w: %w", lifecycle.ErrNoTemplate, err)
+	}
+	return g, err
+}
+
+// start takes a sandbox that is ready, or clones one.
+func (b *Backend) start(ctx context.Context, at domain, spec lifecycle.Spec) (lifecycle.Sandbox, error) {
+	s, leave, err := b.join(ctx, at)
 	if err != nil {
 		return nil, err
 	}
-	sb, err := b.daemon.Clone(ctx, CloneOptions{ID: spec.ID, Template: spec.Template, Cohort: c, Settings: settingsOf(spec)})
+	to := settingsOf(spec)
+	if s.warm != nil {
+		if sb, ok := s.warm.Take(); ok {
+			err := sb.Personalise(ctx, spec.ID, to)
+			if err == nil {
+				return &guest{Sandbox: sb, leave: leave}, nil
+			}
+			b.daemon.log.Warn("a sandbox that was kept ready is of no use", "err", err)
+			drop(b.daemon.log, sb)
+		}
+	}
+	sb, err := b.daemon.Clone(ctx, CloneOptions{ID: spec.ID, Template: at.template, Cohort: s.cohort, Settings: to})
 	if err != nil {
 		leave()
-		if errors.Is(err, template.ErrNotFound) {
-			return nil, fmt.Errorf("%w: %w", lifecycle.ErrNoTemplate, err)
-		}
 		return nil, err
 	}
 	return &guest{Sandbox: sb, leave: leave}, nil
 }
 
-// settingsOf is what a new sandbox's guest is told about itself.
+// settingsOf is what the guest is told about itself.
 func settingsOf(spec lifecycle.Spec) *guestlink.Settings {
-	s := &guestlink.Settings{SandboxID: &spec.ID, TemplateID: &spec.Requested, Internet: new(true)}
-	if !spec.KeepEnv {
-		s.Envs = spec.Env
+	to := &guestlink.Settings{
+		SandboxID: &spec.ID, TemplateID: &spec.Requested, AccessToken: &spec.Token,
+		DefaultUser: &spec.User, DefaultWorkdir: &spec.Workdir, Internet: &spec.Internet,
 	}
-	return s
+	if !spec.KeepEnv {
+		to.Envs = map[string]string{}
+		maps.Copy(to.Envs, spec.Env)
+	}
+	return to
 }
 
 // Resume is not possible yet: nothing can have been kept.
@@ -233,122 +183,3 @@ func (b *Backend) Kept() (map[string]lifecycle.Kept, error) { return nil, nil }
 
 // Forget deletes what is kept under key.
 func (b *Backend) Forget(string) error { return nil }
-
-// guest is one sandbox of the gateway.
-type guest struct {
-	*sandbox.Sandbox
-	leave func() // the cohort, after Close
-
-	mu        sync.Mutex
-	lastStall time.Duration // guarded by mu
-	killed    bool          // guarded by mu
-}
-
-// Agent carries requests to the guest's agent.
-func (g *guest) Agent() http.RoundTripper { return g.Sandbox.Agent() }
-
-// Dial connects to a port in the guest.
-func (g *guest) Dial(ctx context.Context, port uint16) (net.Conn, error) {
-	conn, err := g.Sandbox.Dial(ctx, int(port))
-	if errors.Is(err, guestlink.ErrPortClosed) {
-		return nil, fmt.Errorf("%w: %w", lifecycle.ErrPortClosed, err)
-	}
-	return conn, err
-}
-
-// BeginCall opens a tool window.
-func (g *guest) BeginCall(ctx context.Context, kind string) (func(), error) {
-	end, err := g.Sandbox.BeginCall(ctx, sandbox.CallInfo{Kind: kind})
-	if err != nil {
-		return nil, err
-	}
-	return func() {
-		m := end()
-		g.mu.Lock()
-		defer g.mu.Unlock()
-		g.lastStall = m.Stall
-	}, nil
-}
-
-// Busy reports whether the guest computes.
-func (g *guest) Busy() bool { return false }
-
-// Signal passes a signal to the rhythm.
-func (g *guest) Signal(lifecycle.Signal) {}
-
-// Memory is the sandbox's memory statement.
-func (g *guest) Memory() (lifecycle.Memory, error) {
-	u, err := g.Usage()
-	if err != nil {
-		return lifecycle.Memory{}, err
-	}
-	m := lifecycle.Memory{
-		Private: int64(u.ResidentPrivate), Encoded: int64(u.Encoded), PageTables: int64(u.PageTables),
-		VMM: int64(u.VMMHeap), Kept: u.Kept, Phase: g.Phase().String(),
-	}
-	g.mu.Lock()
-	m.LastStall = g.lastStall
-	g.mu.Unlock()
-	if st, on := g.Pager(); on {
-		m.Stall = st.Blocking.Total + st.Template.Total + st.Zero.Total + st.Protected.Total
-		m.Faults = uint64(st.Blocking.Count + st.Template.Count + st.Zero.Count + st.Protected.Count)
-		for _, w := range st.Ways {
-			m.Ways = append(m.Ways, lifecycle.Way{Name: w.Way.String(), Pages: w.Pages, Bytes: int64(w.Bytes)})
-		}
-	}
-	return m, nil
-}
-
-// Pause is not possible yet.
-func (g *guest) Pause(context.Context, bool) error {
-	return fmt.Errorf("%w: pause is not supported yet", lifecycle.ErrUnchanged)
-}
-
-// Snapshot is not possible yet.
-func (g *guest) Snapshot(context.Context, string) error { return lifecycle.ErrUnsupported }
-
-// Fork is not possible yet.
-func (g *guest) Fork(_ context.Context, specs []lifecycle.Spec) ([]lifecycle.Sandbox, []error) {
-	errs := make([]error, len(specs))
-	for i := range errs {
-		errs[i] = lifecycle.ErrUnsupported
-	}
-	return make([]lifecycle.Sandbox, len(specs)), errs
-}
-
-// Kill ends the sandbox.
-func (g *guest) Kill() error {
-	g.mu.Lock()
-	g.killed = true
-	g.mu.Unlock()
-	err := g.Close()
-	g.leave()
-	return err
-}
-
-// Cause says why the sandbox ended.
-func (g *guest) Cause() (lifecycle.Cause, string) {
-	err := g.Sandbox.Cause()
-	if err == nil {
-		return lifecycle.CauseNone, ""
-	}
-	if errors.Is(err, pager.ErrFatal) {
-		return lifecycle.CauseIntegrity, err.Error()
-	}
-	e := g.Exit()
-	switch e.Cause {
-	case vmm.GuestPowerOff, vmm.GuestReboot:
-		return lifecycle.CauseGuest, e.String()
-	case vmm.GuestPanic:
-		if strings.Contains(string(g.Console()), "Out of memory") {
-			return lifecycle.CauseGuestOOM, e.String()
-		}
-		return lifecycle.CauseGuest, e.String()
-	case vmm.OutOfMemory:
-		return lifecycle.CausePressure, e.String()
-	case vmm.Killed:
-		return lifecycle.CauseKilled, e.String()
-	case vmm.Alive, vmm.Crashed, vmm.HostGone:
-	}
-	return lifecycle.CauseCrash, e.String()
-}

@@ -53,6 +53,7 @@ type Server struct {
 	http    *http.Server      // immutable
 	admin   *admin            // immutable
 	backend lifecycle.Backend // immutable
+	base    string            // immutable; template behind the alias "base"
 
 	listeners []net.Listener // set by Listen
 	port      int            // set by Listen
@@ -94,6 +95,11 @@ func (s *Server) open(o Options) error {
 	if err != nil {
 		return err
 	}
+	if s.base = aliases["base"]; s.base == "" {
+		if _, err := s.backend.Template("base"); err == nil {
+			s.base = "base"
+		}
+	}
 	s.fleet, err = lifecycle.Open(lifecycle.Options{
 		Backend: o.Backend, Store: s.store, Token: minter.Access, Log: o.Log,
 		Limits: lifecycle.Limits{PerTeam: c.teamLimit, Total: c.MaxTotal},
@@ -112,7 +118,7 @@ func (s *Server) open(o Options) error {
 	s.proxy = proxy.New(proxy.Options{Fleet: s.fleet, Minter: minter, MinWake: c.MinWake, MaxActive: c.MaxActive, Log: o.Log})
 	s.figures = newFigures(s.fleet, s.proxy)
 	s.http = &http.Server{
-		Handler:           http.HandlerFunc(s.serve),
+		Handler:           s,
 		ReadHeaderTimeout: headerTimeout,
 		IdleTimeout:       idleTimeout,
 		MaxHeaderBytes:    maxHeader,
@@ -159,6 +165,14 @@ func (s *Server) domain() string {
 		return s.config.Domain
 	}
 	return "localhost:" + strconv.Itoa(s.port)
+}
+
+// Base returns the template behind the alias "base"; false if there is none.
+func (s *Server) Base() (string, bool) {
+	if name := s.base; name != "" {
+		return name, true
+	}
+	return "", false
 }
 
 // Port returns the port that Listen has got.
@@ -237,8 +251,8 @@ func (s *Server) Run(ctx context.Context) error {
 	return errors.Join(failed, closed, s.store.Close())
 }
 
-// serve routes a request.
-func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
+// ServeHTTP routes a request.
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if r.Method == http.MethodConnect {
 		control.WriteError(w, http.StatusNotImplemented, "CONNECT is not supported: use http:// URLs, or the E2b-Sandbox-Id and E2b-Sandbox-Port headers")
 		return

@@ -261,14 +261,27 @@ func (s *Sandbox) attachPager() error {
 // agent must acknowledge it: a clone that shares its siblings' random numbers
 // is worse than none.
 func (s *Sandbox) personalise(ctx context.Context) error {
+	return s.identify(ctx, s.id, s.opts.Settings)
+}
+
+// Personalise gives a sandbox that waited for its user a name, an identity and
+// settings: once more, since Start has given it some.
+func (s *Sandbox) Personalise(ctx context.Context, hostname string, settings *guestlink.Settings) error {
+	if err := s.machine.SetNetwork(ctx, online(settings)); err != nil {
+		return err
+	}
+	return s.identify(ctx, hostname, settings)
+}
+
+func (s *Sandbox) identify(ctx context.Context, hostname string, settings *guestlink.Settings) error {
 	ctx, cancel := context.WithTimeout(ctx, readyTimeout)
 	defer cancel()
 	err := s.link.Personalize(ctx, guestlink.Identity{
 		Entropy:   randomBytes(entropyBytes), // no Time: the link sends the present one, again if it came late
-		Hostname:  s.id,
+		Hostname:  hostname,
 		MachineID: hex.EncodeToString(randomBytes(16)),
 		BootID:    uuid.NewString(),
-		Settings:  s.opts.Settings,
+		Settings:  settings,
 	})
 	if err != nil {
 		return fmt.Errorf("personalise clone: %w", err)

@@ -102,7 +102,7 @@ func (a *API) UpdateNetwork(ctx context.Context, r rest.UpdateNetworkRequestObje
 	if err != nil {
 		return nil, err
 	}
-	if err := b.SetNetwork(n, body.AllowInternetAccess); err != nil {
+	if err := b.SetNetwork(ctx, n, body.AllowInternetAccess); err != nil {
 		return nil, err
 	}
 	return rest.UpdateNetwork204Response{}, nil

@@ -258,6 +258,17 @@ func (s *Sandbox) Kinds() []string {
 // Busy is what Backend.Idle says.
 func (s *Sandbox) Busy() bool { return !s.backend.Idle.Load() }
 
+// SetInternet remembers.
+func (s *Sandbox) SetInternet(_ context.Context, open bool) error {
+	if err := s.backend.hook("network", s.id); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.memory["internet"] = fmt.Sprint(open)
+	return nil
+}
+
 // Signal remembers.
 func (s *Sandbox) Signal(g lifecycle.Signal) {
 	s.mu.Lock()

@@ -42,6 +42,7 @@ type Spec struct {
 	Env       map[string]string
 	User      string // default user, "" is the agent's
 	Workdir   string // default folder, "" is the user's home
+	Internet  bool   // the guest may reach beyond itself, where its template has a network at all
 	// KeepEnv: the guest's memory has its variables already; Env is only for a cold boot.
 	KeepEnv  bool
 	ColdBoot bool // Resume: from the disk alone
@@ -84,6 +85,8 @@ type Sandbox interface {
 	BeginCall(ctx context.Context, kind string) (end func(), err error)
 	// Busy reports whether the guest computes although no bytes flow.
 	Busy() bool
+	// SetInternet lets the guest reach beyond itself, or not.
+	SetInternet(ctx context.Context, open bool) error
 	// Signal passes on what a client tells of the calls to come.
 	Signal(s Signal)
 	Memory() (Memory, error)

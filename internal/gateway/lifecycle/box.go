@@ -507,23 +507,22 @@ func (b *Box) copying(ctx context.Context, f func(context.Context, *Live, store.
 }
 
 // SetNetwork replaces the network configuration.
-func (b *Box) SetNetwork(n *store.Network, internet *bool) error {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if err := b.absent(); err != nil {
-		return err
-	}
-	if b.state != Running && b.state != Copying {
-		return ErrNotReady
-	}
-	if n != nil && n.Public == nil && b.rec.Network != nil {
-		n.Public = b.rec.Network.Public // ingress is not part of an update
-	}
-	b.rec.Network = n
-	b.rec.InternetSet = internet != nil
-	b.rec.Internet = internet != nil && *internet
-	b.save()
-	return nil
+func (b *Box) SetNetwork(ctx context.Context, n *store.Network, open *bool) error {
+	return b.copying(ctx, func(ctx context.Context, l *Live, rec store.Sandbox) error {
+		if n != nil && n.Public == nil && rec.Network != nil {
+			n.Public = rec.Network.Public // ingress is not part of an update
+		}
+		rec.Network = n
+		rec.InternetSet, rec.Internet = open != nil, open != nil && *open
+		if err := l.Sandbox.SetInternet(ctx, internet(rec)); err != nil {
+			return fmt.Errorf("set network of sandbox %s: %w", b.id, err)
+		}
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		b.rec.Network, b.rec.InternetSet, b.rec.Internet = rec.Network, rec.InternetSet, rec.Internet
+		b.save()
+		return nil
+	})
 }
 
 // clone returns a record for a fork: the same policies, its own identity.

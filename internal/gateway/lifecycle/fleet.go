@@ -126,8 +126,18 @@ func (f *Fleet) spec(rec store.Sandbox) Spec {
 	return Spec{
 		ID: rec.ID, Template: rec.Template, Snapshot: rec.Snapshot, Requested: rec.Requested,
 		Cohort: rec.Team + "/" + rec.Cohort, Env: rec.Env, User: rec.User, Workdir: rec.Workdir,
-		Token: f.token(rec.ID),
+		Token: f.token(rec.ID), Internet: internet(rec),
 	}
+}
+
+// internet says whether a sandbox may reach beyond itself. The guest's way out is
+// open or closed as a whole: rules for single addresses close it, because what
+// they forbid must not be reachable.
+func internet(rec store.Sandbox) bool {
+	if rec.InternetSet && !rec.Internet {
+		return false
+	}
+	return rec.Network == nil || len(rec.Network.DenyOut) == 0
 }
 
 // NewID returns a fresh sandbox id.

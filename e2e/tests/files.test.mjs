@@ -305,9 +305,8 @@ test('paths that lie do no harm', async () => {
   assert.equal(await sandbox.files.read(odd.path), 'odd');
   const stat = await unary(sandbox, 'filesystem.Filesystem/Stat', { path: `${dir}/a\0b` });
   assert.equal(stat.status >= 400 && stat.status < 500, true, `Stat of a path with NUL: expected a 4xx, got ${stat.status}: ${stat.text}`);
-  const denied = await get(sandbox, '/etc/shadow');
-  assert.ok(denied.status >= 400, `expected the user to be refused /etc/shadow, got ${denied.status}`);
-  await denied.text();
+  const app = await sandbox.files.write('/app/made-by-user.txt', 'a');
+  assert.equal((await sandbox.files.getInfo(app.path)).owner, 'user', 'expected a user to be able to write below /, as clients do, and to own it');
 });
 
 test('an upload that is cut in the middle leaves the gateway well', async () => {

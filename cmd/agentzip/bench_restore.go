@@ -51,6 +51,7 @@ type benchRestoreFlags struct {
 	isolation string
 	quick     bool
 	ablation  string
+	signals   string
 	storm     int
 	idle      int
 	jsonFile  string
@@ -91,6 +92,7 @@ The last line of stdout is for scripts and keeps its form:
 	addIsolation(cmd, &f.isolation)
 	fl.BoolVar(&f.quick, "quick", false, fmt.Sprintf("short: %d sandboxes, %d calls, gaps x %g unless given, only the runs of the job", quickSandboxes, quickCalls, quickGapScale))
 	fl.StringVar(&f.ablation, "ablation", "on", "also short runs without each prefetcher, and without any: on, off")
+	fl.StringVar(&f.signals, "signals", "off", "announce each call when its tool was known, with the recorded lead or one drawn for its kind: on, off")
 	fl.IntVar(&f.storm, "storm", 8, "also wake so many compressed sandboxes at the same instant (0: do not)")
 	fl.IntVar(&f.idle, "idle", 64, "also say what each of so many idle sandboxes occupies (0: do not)")
 	fl.StringVar(&f.plotFile, "plot", "", "draw the distributions, as SVG, to this file")
@@ -98,6 +100,7 @@ The last line of stdout is for scripts and keeps its form:
 	for name, complete := range map[string]cobra.CompletionFunc{
 		"modes":    cobra.FixedCompletions([]string{"off,on", "on,off", "on"}, cobra.ShellCompDirectiveNoFileComp),
 		"native":   cobra.FixedCompletions([]string{"auto", "on", "off"}, cobra.ShellCompDirectiveNoFileComp),
+		"signals":  cobra.FixedCompletions([]string{"on", "off"}, cobra.ShellCompDirectiveNoFileComp),
 		"ablation": cobra.FixedCompletions([]string{"on", "off"}, cobra.ShellCompDirectiveNoFileComp),
 	} {
 		if err := cmd.RegisterFlagCompletionFunc(name, complete); err != nil {
@@ -145,6 +148,8 @@ func (f *benchRestoreFlags) check() error {
 		return usageError(fmt.Errorf("--native %q: use auto, on or off", f.native))
 	case f.ablation != "on" && f.ablation != "off":
 		return usageError(fmt.Errorf("--ablation %q: use on or off", f.ablation))
+	case f.signals != "on" && f.signals != "off":
+		return usageError(fmt.Errorf("--signals %q: use on or off", f.signals))
 	case f.storm < 0 || f.storm > 256 || f.idle < 0 || f.idle > 1024:
 		return usageError(errors.New("--storm takes 0 to 256 sandboxes, --idle 0 to 1024"))
 	}
@@ -204,7 +209,7 @@ func (f *benchRestoreFlags) config(d *daemon.Daemon, isolation cohort.Isolation,
 	options := daemon.FleetOptions{Template: f.template, Isolation: isolation}
 	cfg := restores.Config{
 		Main: bench.Config{
-			Fleet: d.Fleets(options), Sandboxes: plans, GapScale: f.gapScale, MaxGap: f.maxGap, Display: display, Alone: f.modes == "on",
+			Fleet: d.Fleets(options), Sandboxes: plans, GapScale: f.gapScale, MaxGap: f.maxGap, Display: display, Alone: f.modes == "on", Signals: f.signals == "on",
 		},
 		Fleet: func(v restores.Variant) bench.FleetFactory {
 			o := options

@@ -28,6 +28,7 @@ func TestBenchRestoreRefusesFlagsThatMakeNoSense(t *testing.T) {
 		"--modes=on":            "",
 		"--modes=off":           `--modes "off"`,
 		"--ablation=maybe":      `--ablation "maybe"`,
+		"--signals=maybe":       `--signals "maybe"`,
 		"--native=maybe":        `--native "maybe"`,
 		"--storm=-1":            "--storm takes",
 		"--idle=2000":           "--idle 0 to 1024",

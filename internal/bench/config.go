@@ -26,6 +26,7 @@ type Config struct {
 	Display      report.Display
 	NativeReplay func() NativeResult // how long the calls take without a VM; nil = not measured
 	OnCallEnd    CallEndFunc         // looks at a sandbox between its calls; nil = nobody does
+	Signals      bool                // calls are announced when the model has named their tool; boxes must be Announcers
 	Parallel     int                 // at most so many calls run at once, the others wait for their turn; 0 = any number
 }
 
@@ -99,6 +100,16 @@ func (c *Config) gap(s traj.Step) time.Duration {
 
 func (c *Config) scaled(d time.Duration) time.Duration {
 	return time.Duration(float64(d) * max(0, c.GapScale))
+}
+
+// lead returns for how long before a step its tool was known: as recorded, or else drawn. It is
+// not scaled: what can be restored in it does not take longer because calls are emulated.
+func (c *Config) lead(t traj.Trajectory, n int) time.Duration {
+	s := t.Steps[n]
+	if s.Lead == 0 {
+		return traj.DrawLead(t.ID, n, s)
+	}
+	return s.Lead
 }
 
 // modes lists the runs: pairs, every other one in the other order.

@@ -60,6 +60,13 @@ type Box interface {
 	Close() error
 }
 
+// An Announcer is a Box that can be told early that a call comes.
+type Announcer interface {
+	// Announce says that the model has named the tool of its next call, by the kind of
+	// command; the call follows as soon as it is written out. It does not wait for anything.
+	Announce(kind string)
+}
+
 // A CallSpec is one tool call as the sandbox gets it.
 type CallSpec struct {
 	Shell   string            // command text, run as `/bin/bash -l -c`

@@ -13,6 +13,9 @@ import (
 // that the pager found a page that is not what it was. The report has it all.
 var ErrIntegrity = errors.New("integrity check failed")
 
+// ErrNoSignals says that calls cannot be announced to the sandboxes of a fleet.
+var ErrNoSignals = errors.New("these sandboxes take no signals")
+
 // NativeResult is how long the calls take without a VM: by sandbox and call,
 // 0 where unknown. Missing says why there is nothing at all.
 type NativeResult struct {

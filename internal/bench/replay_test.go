@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+
+	"github.com/agentzip/agentzip/internal/traj"
 )
 
 // replayOnce runs Replay on one fake fleet in a bubble of synthetic time.
@@ -136,4 +138,63 @@ func TestCallsWaitForTheirTurn(t *testing.T) {
 			t.Errorf("parallel %d: %d calls, %d at once (%v), want 6, %d", c.parallel, calls, most, err, c.most)
 		}
 	}
+}
+
+// hearing is a sandbox that notes when calls were announced.
+type hearing struct {
+	Box
+
+	heard *[]string
+	begin time.Time
+}
+
+func (h hearing) Announce(kind string) {
+	*h.heard = append(*h.heard, fmt.Sprintf("%s at %v", kind, time.Since(h.begin)))
+}
+
+// hearingFleet makes such sandboxes.
+type hearingFleet struct {
+	Fleet
+
+	heard *[]string
+}
+
+func (f hearingFleet) Start(ctx context.Context, name string) (Box, error) {
+	b, err := f.Fleet.Start(ctx, name)
+	return hearing{b, f.heard, time.Now()}, err
+}
+
+func TestCallsAreAnnouncedWithTheLeadThatWasRecorded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := plans(1, 3)
+		steps := p[0].Trajectory.Steps
+		for i := range steps {
+			steps[i].Kind, steps[i].Lead = traj.Read, time.Second
+		}
+		steps[2].Lead = 20 * time.Second // longer than the gap: at its beginning
+		var heard []string
+		cfg := Config{Sandboxes: p, GapScale: 2, First: On, Signals: true, Fleet: func(_ context.Context, m Mode) (Fleet, error) {
+			return hearingFleet{&fakeFleet{mode: m, answer: sameAnswers}, &heard}, nil
+		}, Display: silent{}}
+		if err := Replay(t.Context(), cfg); err != nil {
+			t.Fatal(err)
+		}
+		want := []string{"read at 9s", "read at 20.1s", "read at 22.2s"} // calls at 10, 21.1 and 32.2 s, each 1.1 s long
+		if d := cmp.Diff(want, heard); d != "" {
+			t.Errorf("announced (-want +got):\n%s", d)
+		}
+	})
+}
+
+func TestSignalsForSandboxesThatTakeNoneAreRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &fakeFleet{mode: On, answer: sameAnswers}
+		cfg := Config{Sandboxes: plans(2, 1), First: On, Signals: true, Fleet: func(context.Context, Mode) (Fleet, error) { return f, nil }, Display: silent{}}
+		if err := Replay(t.Context(), cfg); !errors.Is(err, ErrNoSignals) {
+			t.Errorf("got %v, want ErrNoSignals", err)
+		}
+		if !f.closed {
+			t.Error("the fleet was left open")
+		}
+	})
 }

@@ -144,6 +144,10 @@ func (r *run) start(ctx context.Context, fleet Fleet) error {
 				errs[i] = fmt.Errorf("start sandbox %s: %w", l.plan.Name, err)
 				return
 			}
+			if _, ok := box.(Announcer); r.cfg.Signals && !ok {
+				errs[i] = errors.Join(fmt.Errorf("start sandbox %s: %w", l.plan.Name, ErrNoSignals), box.Close())
+				return
+			}
 			l.change(func(p *progress) { p.box = box })
 		})
 	}
@@ -174,7 +178,7 @@ func (r *run) drive(ctx context.Context, index int, l *lane) {
 	}
 	looked := time.Duration(0) // how much of the thinking time OnCallEnd took
 	for i, step := range l.plan.Trajectory.Steps {
-		if !sleep(ctx, r.cfg.gap(step)-looked) || !r.takeTurn(ctx) {
+		if !r.think(ctx, l, i, box, looked) || !r.takeTurn(ctx) {
 			return
 		}
 		l.change(func(p *progress) {
@@ -207,6 +211,22 @@ func (r *run) drive(ctx context.Context, index int, l *lane) {
 	if ctx.Err() == nil {
 		l.final = &rec
 	}
+}
+
+// think waits until step i of a lane comes, of which the time looked has passed already, and
+// announces it where that was asked for; false means the context ended.
+func (r *run) think(ctx context.Context, l *lane, i int, box Box, looked time.Duration) bool {
+	gap := r.cfg.gap(l.plan.Trajectory.Steps[i]) - looked
+	hearer, ok := box.(Announcer)
+	if !ok || !r.cfg.Signals {
+		return sleep(ctx, gap)
+	}
+	lead := max(0, min(gap, r.cfg.lead(l.plan.Trajectory, i)))
+	if !sleep(ctx, gap-lead) {
+		return false
+	}
+	hearer.Announce(string(l.plan.Trajectory.Steps[i].Kind))
+	return sleep(ctx, lead)
 }
 
 // takeTurn waits until a call may run; false means the context ended.

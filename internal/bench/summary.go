@@ -46,7 +46,7 @@ func firstOf(runs []*run, mode Mode) *run {
 }
 
 func planOf(cfg *Config) report.Plan {
-	p := report.Plan{GapScale: cfg.GapScale, MaxGapS: cfg.MaxGap.Seconds(), Repeat: cfg.Repeat, Order: cfg.First.String()}
+	p := report.Plan{GapScale: cfg.GapScale, MaxGapS: cfg.MaxGap.Seconds(), Repeat: cfg.Repeat, Order: cfg.First.String(), Signals: cfg.Signals}
 	if !cfg.Alone {
 		p.Order += "," + other(cfg.First).String()
 	}

@@ -71,6 +71,7 @@ type Plan struct {
 	MaxGapS      float64      `json:"max_gap_s"` // think times were cut at it, before scaling; 0 = not
 	Order        string       `json:"order"`     // "off,on" or "on,off"
 	Repeat       int          `json:"repeat"`
+	Signals      bool         `json:"signals,omitempty"` // calls were announced when their tool was known
 	Trajectories []Trajectory `json:"trajectories"`
 }
 

@@ -54,7 +54,7 @@ func (c *Config) ablate(ctx context.Context, show *progress) ([]AblationRow, err
 	short := c.Main
 	short.Sandboxes, short.GapScale = c.Ablation.Plans, c.Ablation.GapScale
 	short.NativeReplay, short.Repeat, short.Alone = nil, 1, true
-	short.First = bench.Off
+	short.First, short.Signals = bench.Off, false
 	show.prefix("ablation, no compression: ")
 	defer show.prefix("")
 	off, err := bench.Measure(ctx, short)
@@ -65,7 +65,7 @@ func (c *Config) ablate(ctx context.Context, show *progress) ([]AblationRow, err
 	short.First = bench.On
 	for _, v := range c.Ablation.Variants {
 		show.prefix("ablation, " + v.Name + ": ")
-		short.Fleet = c.Fleet(v)
+		short.Fleet, short.Signals = c.Fleet(v), v.Signals
 		on, err := bench.Measure(ctx, short)
 		if err != nil {
 			return nil, fmt.Errorf("variant %s: %w", v.Name, err)

@@ -28,6 +28,7 @@ type Variant struct {
 	Name       string   // of the row
 	Without    []string // prefetchers that are off
 	NoPrefetch bool     // nothing is restored ahead
+	Signals    bool     // calls are announced when the model has named their tool
 }
 
 // A Colony is sandboxes of one cohort, with compression. It is used from one goroutine but

@@ -90,6 +90,9 @@ const (
 // tails prints what the main table has no room for.
 func (r *Report) tails(b *bytes.Buffer) {
 	m := r.Main
+	if m.Plan.Signals {
+		b.WriteString("signals: each call was announced when the model had named its tool, with the lead that was recorded or drawn for its kind\n")
+	}
 	if s, ok := m.Summary.SavedWithVMM(); ok {
 		fmt.Fprintf(b, "saved with the VMMs' own memory counted in: %s\n", report.Percent(s, true))
 	}

@@ -25,10 +25,11 @@ const (
 	KindZstd                     // Zstandard block without dictionary
 	KindZstdDict                 // Zstandard block with a dictionary
 	KindZstdBase                 // Zstandard block with the base page as prefix
+	KindRaw                      // the page as it is; its last byte is the operand
 )
 
 // Kinds is one more than the highest Kind.
-const Kinds = int(KindZstdBase) + 1
+const Kinds = int(KindRaw) + 1
 
 // String returns the word used in metrics and logs.
 func (k Kind) String() string {
@@ -43,6 +44,8 @@ func (k Kind) String() string {
 		return "zstd-dict"
 	case KindZstdBase:
 		return "zstd-base"
+	case KindRaw:
+		return "raw"
 	}
 	return "unknown"
 }
@@ -51,7 +54,7 @@ func (k Kind) String() string {
 func (k Kind) HasBase() bool { return k == KindDelta || k == KindZstdBase }
 
 // HasOperand reports whether Encoded.Operand means something.
-func (k Kind) HasOperand() bool { return k == KindZstdDict || k.HasBase() }
+func (k Kind) HasOperand() bool { return k == KindZstdDict || k == KindRaw || k.HasBase() }
 
 // DictID names a dictionary within its cohort. 0 is no dictionary.
 type DictID uint32
@@ -63,7 +66,7 @@ const MaxData = units.PageSize - 1
 // Encoded is one encoded page.
 type Encoded struct {
 	Kind    Kind
-	Operand uint32 // KindZstdDict: the DictID. KindDelta, KindZstdBase: the caller's name of the base, opaque here. Else 0
+	Operand uint32 // KindZstdDict: the DictID. KindDelta, KindZstdBase: the caller's name of the base, opaque here. KindRaw: the last byte. Else 0
 	Sum     uint32 // Checksum of the plain page
 	Data    []byte // 0..MaxData bytes; empty: equal to the base (zeros, for KindRLE)
 }

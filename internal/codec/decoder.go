@@ -57,6 +57,12 @@ func (d *Decoder) Decode(dst *units.Page, enc Encoded, base *units.Page, dict *D
 		if !usableBase(base) || !d.zstd.decompressWithBase(dst, enc.Data, &d.frame, base) {
 			return errBlock
 		}
+	case KindRaw:
+		if len(enc.Data) != MaxData || enc.Operand > 0xff {
+			return errRaw
+		}
+		copy(dst[:], enc.Data)
+		dst[MaxData] = byte(enc.Operand)
 	default:
 		return errKind
 	}
@@ -71,6 +77,7 @@ var (
 	errLength = fmt.Errorf("longer than a page: %w", ErrCorrupt)
 	errKind   = fmt.Errorf("unknown encoder: %w", ErrCorrupt)
 	errRuns   = fmt.Errorf("malformed runs: %w", ErrCorrupt)
+	errRaw    = fmt.Errorf("a page that was kept as it is has another length: %w", ErrCorrupt)
 	errBlock  = fmt.Errorf("malformed zstd block: %w", ErrCorrupt)
 	errSum    = fmt.Errorf("checksum differs: %w", ErrCorrupt)
 )

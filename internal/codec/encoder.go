@@ -119,6 +119,13 @@ func (e *Encoder) BlockBase(page, base *units.Page) (Encoded, bool) {
 	return Encoded{Kind: KindZstdBase, Data: body}, ok
 }
 
+// Raw keeps page as it is: larger than a page, and right for any. It is for pages that must
+// be kept although they do not shrink. Data aliases page.
+func Raw(page *units.Page) Encoded {
+	// A length has 12 bits where pages are kept, so that a page is one byte too long.
+	return Encoded{Kind: KindRaw, Operand: uint32(page[MaxData]), Data: page[:MaxData]}
+}
+
 // usableBase reports whether base may be a prefix: a page that starts like a
 // trained dictionary would be parsed as one by some decoders.
 func usableBase(base *units.Page) bool { return binary.LittleEndian.Uint32(base[:]) != dictMagic }

@@ -14,6 +14,10 @@ import (
 type Hint struct {
 	// Soon: the next tool call will probably touch it (the hot set).
 	Soon bool
+	// Must: it is kept even if it does not shrink, as it is then.
+	Must bool
+	// Fast: a guest stands still until it is kept. Only what takes a few microseconds is tried.
+	Fast bool
 }
 
 // The rule of cost. A page that is kept costs its bytes for as long as it stays, and its
@@ -34,7 +38,7 @@ const (
 // decodeTime is the median decode of a kind in microseconds, base not counted
 // (bench codec, this rule's own table).
 var decodeTime = [codec.Kinds]float64{
-	codec.KindRLE: 0.3, codec.KindDelta: 0.4, codec.KindZstd: 5, codec.KindZstdDict: 5, codec.KindZstdBase: 4,
+	codec.KindRLE: 0.3, codec.KindDelta: 0.4, codec.KindZstd: 5, codec.KindZstdDict: 5, codec.KindZstdBase: 4, codec.KindRaw: 0.2,
 }
 
 // Time to have a base, in microseconds.
@@ -98,7 +102,7 @@ func (c *Cohort) choose(w *Worker, reader *pool.Reader, f units.Frame, page *uni
 			w.take(&best, e, hint.cost(len(e.Data)+operandBytes, decodeTime[e.Kind]+baseTemplate))
 		}
 	}
-	if math.IsInf(best.cost, 1) || len(best.enc.Data) > runsEnough {
+	if !hint.Fast && (math.IsInf(best.cost, 1) || len(best.enc.Data) > runsEnough) {
 		features, canBase = c.blocks(w, reader, page, template, templateRef, hint, without, &best)
 	}
 	if math.IsInf(best.cost, 1) || len(best.enc.Data) > limit {

@@ -85,18 +85,27 @@ func (c *Cohort) encode(w *Worker, reader *pool.Reader, f units.Frame, page *uni
 		var ok bool
 		enc, features, canBase, ok = c.choose(w, reader, f, page, hint, c.without)
 		reader.Unpin()
-		if c.dict != nil && (!ok || len(enc.Data) > sampleAbove && !enc.Kind.HasBase()) {
+		if c.dict != nil && !hint.Fast && (!ok || len(enc.Data) > sampleAbove && !enc.Kind.HasBase()) {
 			c.dict.Sample(page)
 		}
-		if !ok {
+		if !ok && !hint.Must {
 			return enc, 0, features, false, nil
+		}
+		if !ok {
+			enc = codec.Raw(page)
 		}
 		if id := enc.Dict(); id == 0 || c.dict.Retain(id) {
 			break
 		}
-		if try == dictionaryTries {
-			return enc, 0, features, false, nil // dictionaries come and go faster than a page is encoded: it stays
+		if try < dictionaryTries {
+			continue
 		}
+		// Dictionaries come and go faster than a page is encoded.
+		if !hint.Must {
+			return enc, 0, features, false, nil
+		}
+		enc = codec.Raw(page)
+		break
 	}
 	enc.Sum = sum
 	h, err = c.put(sealed(enc))

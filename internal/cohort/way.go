@@ -12,6 +12,7 @@ const (
 	WayZstd    = Way(codec.KindZstd)     // a block of its own
 	WayDict    = Way(codec.KindZstdDict) // a block with a dictionary
 	WayBase    = Way(codec.KindZstdBase) // a block against a base
+	WayRaw     = Way(codec.KindRaw)      // as it is
 	WayPublic  = Way(codec.Kinds)        // a reference to a public page
 	WayShared  = WayPublic + 1           // a reference to an entry that was there
 	WaySimilar = WayPublic + 2           // in sets only: a similar page of the pool as base

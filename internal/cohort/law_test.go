@@ -64,10 +64,10 @@ func anyLife(t *rapid.T, m *template, o Options, faults bool) {
 		"store": func(t *rapid.T) {
 			h := sibling(t)
 			class, n := rapid.IntRange(0, classes-1).Draw(t, "class"), rapid.Uint64Range(0, 60).Draw(t, "n")
-			soon := rapid.Bool().Draw(t, "soon")
+			hint := Hint{Soon: rapid.Bool().Draw(t, "soon"), Must: rapid.Bool().Draw(t, "must"), Fast: rapid.Bool().Draw(t, "fast")}
 			for i := range uint64(rapid.IntRange(1, 12).Draw(t, "pages")) {
 				f := units.Frame(n+i) % (frames + 3)
-				st := h.store(f, cached(class, f, n+i), Hint{Soon: soon})
+				st := h.store(f, cached(class, f, n+i), hint)
 				checkStored(t, c, h.w, st)
 				if o.Isolation == Strict && (st.Way == WayShared || st.Way == WayDict) {
 					t.Fatalf("strict, and kept as %v", st.Way)

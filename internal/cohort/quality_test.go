@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/agentzip/agentzip/internal/codec"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
@@ -243,4 +244,30 @@ func TestAFullPoolUsesTheRoomThatReleasedPagesLeft(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+}
+
+func TestAPageThatMustBeKeptIsKeptAndShared(t *testing.T) {
+	m := newTemplate(t)
+	c, w := m.open(t, Options{})
+	h := &holder{t: t, c: c, w: w}
+	random := words(1, 99)
+	if st := h.store(1, random, Hint{}); st.Ref != 0 {
+		t.Fatalf("a random page is kept as %v in %d bytes", st.Way, st.Size)
+	}
+	for _, fast := range []bool{false, true} {
+		if st := h.store(1, words(1, 99+uint64(len(h.pages))), Hint{Must: true, Fast: fast}); st.Way != WayRaw || st.Size != codec.MaxData {
+			t.Errorf("fast %v: a page that must be kept is kept as %v in %d bytes", fast, st.Way, st.Size)
+		}
+	}
+	if st := h.store(2, random, Hint{Must: true}); st.Way != WayShared {
+		t.Errorf("the same page again is kept as %v", st.Way)
+	}
+	if st := h.store(1, structs(5), Hint{Fast: true, Must: true}); st.Way == WayZstd {
+		t.Error("in a hurry a block is tried")
+	}
+	for i := range h.pages {
+		h.load(i)
+	}
+	h.releaseAll()
+	empty(t, c)
 }

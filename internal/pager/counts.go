@@ -39,7 +39,7 @@ type Counts struct {
 
 // Counts returns a snapshot. It takes no lock and does not allocate; counters may be a fault apart.
 func (p *Pager) Counts() Counts {
-	c := &p.stats
+	c := p.stats
 	n := Counts{
 		Evicted: c.restore.count(), Zero: c.zero.count(), Template: c.template.count(), Protected: c.protect.count(),
 		Stall:    time.Duration(c.stall.Load()),

@@ -27,18 +27,19 @@ func (p *Pager) encode(ctx context.Context, w *worker, i int) {
 		}
 		return
 	}
-	if b.before[i].tag() == tagKept && b.before[i].keptSum(codec.Checksum(page)) {
+	if !b.mode.all && b.before[i].tag() == tagKept && b.before[i].keptSum(codec.Checksum(page)) {
 		b.fates[i], b.after[i] = fateKeep, b.before[i]
 		return
 	}
 	if b.full {
 		return
 	}
-	st, err := p.cohort.Store(w.codec, f, page, cohort.Hint{Soon: p.expected(f)})
+	hint := cohort.Hint{Soon: p.expected(f), Must: b.mode.all, Fast: b.mode.fast()}
+	st, err := p.cohort.Store(w.codec, f, page, hint)
 	if errors.Is(err, cohort.ErrFull) && !b.relieved {
 		b.relieved = true
 		if p.cohort.Relieve(ctx, p) > 0 {
-			st, err = p.cohort.Store(w.codec, f, page, cohort.Hint{Soon: p.expected(f)})
+			st, err = p.cohort.Store(w.codec, f, page, hint)
 		}
 	}
 	switch {

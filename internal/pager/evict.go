@@ -38,26 +38,41 @@ type EvictResult struct {
 func (p *Pager) Evict(ctx context.Context) (EvictResult, error) {
 	p.life.RLock()
 	defer p.life.RUnlock()
-	var res EvictResult
+	release, err := p.takePass(ctx)
+	if err != nil {
+		return EvictResult{}, err
+	}
+	defer release()
+	return p.onePass(ctx, passMode{})
+}
+
+// takePass waits for the turn to make passes. Caller holds life.
+func (p *Pager) takePass(ctx context.Context) (release func(), err error) {
 	select {
 	case p.passes <- struct{}{}:
-		defer func() { <-p.passes }()
 	case <-ctx.Done():
-		return res, ctx.Err()
+		return nil, ctx.Err()
 	}
+	err = p.Err()
 	if p.closed {
-		return res, ErrClosed
+		err = ErrClosed
 	}
-	if err := p.Err(); err != nil {
-		return res, err
+	if err != nil {
+		<-p.passes
+		return nil, err
 	}
+	return func() { <-p.passes }, nil
+}
+
+// onePass makes one pass. The caller has the turn.
+func (p *Pager) onePass(ctx context.Context, mode passMode) (res EvictResult, err error) {
 	start := time.Now()
 	h := new(hurry)
 	stop := context.AfterFunc(ctx, h.cancelled)
-	err := p.workers.encode(ctx, func(w *worker) error {
+	err = p.workers.encode(ctx, mode.frozen, func(w *worker) error {
 		h.begin(w)
 		defer h.end()
-		return p.pass(ctx, w, &res)
+		return p.pass(ctx, w, mode, &res)
 	})
 	if !stop() {
 		p.stats.cancel.record(h.since())
@@ -86,9 +101,10 @@ func (c *counters) notePass(r EvictResult) {
 }
 
 // pass scans and hands batches of frames to evictBatch.
-func (p *Pager) pass(ctx context.Context, w *worker, res *EvictResult) error {
+func (p *Pager) pass(ctx context.Context, w *worker, mode passMode, res *EvictResult) error {
 	b := &w.batch
 	b.begin()
+	b.mode = mode
 	p.scanBegins(b)
 	var failed error
 	next := func() bool {
@@ -116,7 +132,7 @@ func (p *Pager) pass(ctx context.Context, w *worker, res *EvictResult) error {
 	if failed == nil && err == nil {
 		next()
 	}
-	if failed == nil && err == nil && !p.leave {
+	if failed == nil && err == nil && !p.leave && !mode.frozen {
 		failed = p.populate(ctx, w)
 	}
 	p.tidy()
@@ -170,12 +186,25 @@ type batch struct {
 	discards uint64    // Pager.discards when the scan of this pass began
 	look     discarder // scratch of skipDiscarded
 
+	mode     passMode
 	full     bool  // the pool was full in this pass
 	relieved bool  // siblings were asked to give up clean pages in this pass
 	verify   error // the first encoding of this pass that failed verification
 }
 
-func (b *batch) begin() { b.n, b.full, b.relieved, b.verify = 0, false, false, nil }
+func (b *batch) begin() { b.n, b.full, b.relieved, b.verify, b.mode = 0, false, false, nil, passMode{} }
+
+// A passMode says how a pass differs from that of Evict.
+type passMode struct {
+	all  bool      // pages that do not shrink are kept as they are
+	stay bool      // what is kept stays mapped, Clean
+	soon time.Time // from this moment on only quick ways of keeping a page are tried; zero: never
+
+	frozen bool // the guest stands still
+}
+
+// fast reports whether the guest has stood still for long enough.
+func (m passMode) fast() bool { return !m.soon.IsZero() && time.Now().After(m.soon) }
 
 // runs collects the neighbouring frames of those the filter selects.
 func (b *batch) runs(dst []guestmem.Run, selected func(i int) bool) []guestmem.Run {
@@ -206,6 +235,9 @@ func (p *Pager) evictBatch(ctx context.Context, w *worker, res *EvictResult) err
 		return errors.Join(err, w.locked(p, func() error { return p.publishBatch(w, false, res) }))
 	}
 	left := standBackFor
+	if b.mode.frozen {
+		left = 0
+	}
 	for i := range b.n {
 		if b.fates[i] != fateAbandon {
 			continue
@@ -220,7 +252,7 @@ func (p *Pager) evictBatch(ctx context.Context, w *worker, res *EvictResult) err
 	}
 	return w.locked(p, func() error {
 		drop := ctx.Err() == nil
-		if err := p.publishBatch(w, drop, res); err != nil || !drop || p.leave {
+		if err := p.publishBatch(w, drop, res); err != nil || !drop || p.leave || b.mode.frozen {
 			return err
 		}
 		p.mapBack(w)
@@ -370,7 +402,7 @@ func (p *Pager) publish(b *batch, i int, drop bool, res *EvictResult) (dropped, 
 		return false, false
 	}
 	if fate == fateClean {
-		if now != b.before[i] || !drop {
+		if now != b.before[i] || !drop || b.mode.stay {
 			return false, false // written meanwhile, or the pass ends
 		}
 		p.table.store(f, evicted(now.ref()))
@@ -397,7 +429,7 @@ func (p *Pager) publish(b *batch, i int, drop bool, res *EvictResult) (dropped, 
 		p.stats.noteStored(b.stored[i])
 		res.Encoded++
 		res.Bytes += units.Bytes(b.stored[i].Size)
-		if !drop {
+		if !drop || b.mode.stay {
 			p.table.store(f, clean(b.after[i].ref()))
 			return false, false
 		}

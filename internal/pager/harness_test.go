@@ -283,6 +283,8 @@ func (r *rig) hammer(frames int, d time.Duration, fn func(ctx context.Context) e
 type hooked struct {
 	Memory
 	afterScan, beforeProtect, beforeRead, afterRead, beforeDrop func()
+
+	everyScan func() // after a whole scan
 }
 
 func (h *hooked) call(f *func()) {
@@ -294,10 +296,14 @@ func (h *hooked) call(f *func()) {
 
 // Scan calls afterScan when it has found the first page.
 func (h *hooked) Scan(visit func(r guestmem.Run, swapped bool) bool) error {
-	return h.Memory.Scan(func(r guestmem.Run, swapped bool) bool {
+	err := h.Memory.Scan(func(r guestmem.Run, swapped bool) bool {
 		h.call(&h.afterScan)
 		return visit(r, swapped)
 	})
+	if h.everyScan != nil {
+		h.everyScan()
+	}
+	return err
 }
 
 func (h *hooked) Protect(r guestmem.Run) error {

@@ -93,6 +93,13 @@ type Options struct {
 	// LeaveUnmapped leaves template and zero pages that a pass dropped unmapped: each touch
 	// is a fault. It is for measurements.
 	LeaveUnmapped bool
+
+	// From makes the pages those of a snapshot, instead of the template's. Guest must be a
+	// fresh one that has not run: whatever is mapped there is dropped. The snapshot stays the
+	// caller's, and has to be of the same image and cohort.
+	From *Snapshot
+	// Before is the closed pager of the same sandbox: counters go on where its have ended.
+	Before *Pager
 }
 
 // A Pager owns the page states of one sandbox. The package doc has the rules.
@@ -126,7 +133,7 @@ type Pager struct {
 
 	lastTurn uint64 // guarded by turns.mu; when a batch of it was restored last
 
-	stats counters
+	stats *counters // immutable
 }
 
 // New returns the pager of one sandbox whose pages are all as its template's or mapped.
@@ -156,7 +163,10 @@ func New(o Options) (*Pager, error) {
 	p := &Pager{
 		name: o.Name, mem: o.Guest, image: o.Image, cohort: o.Cohort, onFatal: o.OnFatal,
 		workers: o.Workers, around: units.Frame(o.FaultAround), table: t, regions: newRegions(o.Guest.Frames()), leave: o.LeaveUnmapped, window: units.Frame(o.EvictedAround), passes: make(chan struct{}, 1),
-		touched: touched, notify: make(chan struct{}, 1),
+		touched: touched, notify: make(chan struct{}, 1), stats: &counters{},
+	}
+	if o.Before != nil {
+		p.stats = o.Before.stats
 	}
 	if p.window == 0 {
 		p.window = defaultEvictedAround
@@ -171,6 +181,11 @@ func New(o Options) (*Pager, error) {
 		p.onFatal = func(error) {}
 	}
 	p.cohort.Join(p)
+	if o.From != nil {
+		if err := p.adopt(o.From); err != nil {
+			return nil, errors.Join(fmt.Errorf("create pager of sandbox %s: %w", o.Name, err), p.Close())
+		}
+	}
 	return p, nil
 }
 

@@ -85,7 +85,7 @@ func (o outcome) kind() Kind {
 }
 
 func (p *Pager) account(out outcome, took time.Duration) {
-	c := &p.stats
+	c := p.stats
 	c.noteStall(took)
 	switch out {
 	case outcomeStale:

@@ -117,7 +117,7 @@ type Stats struct {
 
 // Stats returns a snapshot. It takes no lock; counters may be a fault apart.
 func (p *Pager) Stats() Stats {
-	c := &p.stats
+	c := p.stats
 	s := Stats{
 		Faults: c.faults.Load(), Stall: time.Duration(c.stall.Load()), StallMax: time.Duration(c.stallMax.Load()),
 		Blocking: c.restore.snapshot(), Prefetched: c.prefetch.snapshot(), PrefetchedPage: c.prefetchPage.snapshot(), Template: c.template.snapshot(),

@@ -30,6 +30,7 @@ const (
 // sandbox's pass. Safe for concurrent use.
 type Workers struct {
 	encoding  chan *worker // a token for each free place; nil: not made yet
+	frozen    chan *worker // the same, for passes while a guest stands still
 	restoring turns
 	restores  atomic.Int32 // Restores that run or wait: encoding stands back
 
@@ -38,13 +39,14 @@ type Workers struct {
 	closed bool      // guarded by mu
 }
 
-// NewWorkers returns n places for encoding and n for restoring. A place costs about
+// NewWorkers returns n places for encoding, n for restoring and n for guests that stand still. A place costs about
 // 1 MiB from its first use on.
 func NewWorkers(n int) *Workers {
-	ws := &Workers{encoding: make(chan *worker, n)}
+	ws := &Workers{encoding: make(chan *worker, n), frozen: make(chan *worker, n)}
 	ws.restoring.free = make([]*worker, n)
 	for range n {
 		ws.encoding <- nil
+		ws.frozen <- nil
 	}
 	return ws
 }
@@ -69,10 +71,10 @@ type worker struct {
 	held time.Time // since when it holds a pager's mutex
 }
 
-// takeEncoding waits for a place for encoding.
-func (ws *Workers) takeEncoding(ctx context.Context) (*worker, error) {
+// takeEncoding waits for one of the places for encoding.
+func (ws *Workers) takeEncoding(ctx context.Context, places chan *worker) (*worker, error) {
 	select {
-	case w := <-ws.encoding:
+	case w := <-places:
 		if w != nil {
 			return w, nil
 		}
@@ -81,7 +83,7 @@ func (ws *Workers) takeEncoding(ctx context.Context) (*worker, error) {
 	}
 	w, err := ws.newWorker(true)
 	if err != nil {
-		ws.encoding <- nil
+		places <- nil
 	}
 	return w, err
 }
@@ -127,13 +129,18 @@ func (w *worker) page(i int) *units.Page {
 
 // encode runs fn at a place for encoding, on an operating system thread of its own at
 // encoding priority, and waits. The thread ends with fn, so that its niceness troubles
-// nobody. A panic of fn becomes an error.
-func (ws *Workers) encode(ctx context.Context, fn func(w *worker) error) error {
-	w, err := ws.takeEncoding(ctx)
+// nobody. A panic of fn becomes an error. frozen: a guest stands still meanwhile; then it has a
+// place of its own, and does not stand back.
+func (ws *Workers) encode(ctx context.Context, frozen bool, fn func(w *worker) error) error {
+	places, nice := ws.encoding, niceEncode
+	if frozen {
+		places, nice = ws.frozen, niceLocked
+	}
+	w, err := ws.takeEncoding(ctx, places)
 	if err != nil {
 		return err
 	}
-	defer func() { ws.encoding <- w }()
+	defer func() { places <- w }()
 	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread() // never unlocked: the thread dies with this goroutine
@@ -144,9 +151,9 @@ func (ws *Workers) encode(ctx context.Context, fn func(w *worker) error) error {
 		}()
 		// Without CAP_SYS_NICE a thread that became nice could not come back for the
 		// time it holds a lock: so the first step is up, and without it there is none.
-		w.rest, w.nice, w.tuned = niceEncode, 0, true
+		w.rest, w.nice, w.tuned = nice, 0, true
 		w.setNice(niceLocked)
-		w.setNice(niceEncode)
+		w.setNice(nice)
 		done <- fn(w)
 	}()
 	return <-done

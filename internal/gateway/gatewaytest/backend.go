@@ -24,9 +24,11 @@ import (
 type Backend struct {
 	Hook     func(op, id string) error // start, resume, pause, snapshot, fork, kill; nil does nothing
 	Handlers map[uint16]http.Handler   // servers on ports of every guest
-	Calls    atomic.Int64              // tool windows that are open
-	Windows  atomic.Int64              // tool windows ever opened
-	Idle     atomic.Bool               // guests do not compute although bytes do not flow
+	// Guest starts an agent of one's own instead of the fake's routes; end stops it. nil does not.
+	Guest   func(id string) (agent http.RoundTripper, end func())
+	Calls   atomic.Int64 // tool windows that are open
+	Windows atomic.Int64 // tool windows ever opened
+	Idle    atomic.Bool  // guests do not compute although bytes do not flow
 
 	mu   sync.Mutex
 	live map[string]*Sandbox // guarded by mu
@@ -191,10 +193,12 @@ func (b *Backend) Lose() {
 
 // A Sandbox is one fake.
 type Sandbox struct {
-	backend *Backend
-	id      string
-	agent   *host
-	done    chan struct{}
+	backend  *Backend
+	id       string
+	agent    *host
+	guest    http.RoundTripper // instead of agent; may be nil
+	endGuest func()            // set with guest
+	done     chan struct{}
 
 	mu      sync.Mutex
 	files   map[string]string
@@ -209,11 +213,19 @@ type Sandbox struct {
 func newSandbox(b *Backend, id string) *Sandbox {
 	s := &Sandbox{backend: b, id: id, done: make(chan struct{}), ports: map[uint16]*host{}}
 	s.agent = newHost(s.routes())
+	if b.Guest != nil {
+		s.guest, s.endGuest = b.Guest(id)
+	}
 	return s
 }
 
 // Agent answers the routes of agent.go.
-func (s *Sandbox) Agent() http.RoundTripper { return s.agent.transport }
+func (s *Sandbox) Agent() http.RoundTripper {
+	if s.guest != nil {
+		return s.guest
+	}
+	return s.agent.transport
+}
 
 // Dial connects to one of Backend.Handlers.
 func (s *Sandbox) Dial(ctx context.Context, port uint16) (net.Conn, error) {
@@ -371,6 +383,9 @@ func (s *Sandbox) end(cause lifecycle.Cause, detail string) {
 	ports := s.ports
 	s.mu.Unlock()
 	s.agent.close()
+	if s.guest != nil {
+		s.endGuest()
+	}
 	for _, p := range ports {
 		p.close()
 	}

@@ -77,7 +77,7 @@ func (s *Sandbox) callStarts() error {
 	if s.cause != nil {
 		return s.death()
 	}
-	if s.rhythm.CallStarts() == policy.Stop && s.cancelPass != nil {
+	if s.rhythm.CallStarts(time.Now()) == policy.Stop && s.cancelPass != nil {
 		if s.cancelled.IsZero() {
 			s.cancelled = time.Now()
 		}

@@ -191,7 +191,7 @@ func (s *Sandbox) start(ctx context.Context) error {
 	}
 	s.mu.Lock()
 	s.ready = true
-	s.rhythm = policy.NewRhythm(time.Now(), 0, 0)
+	s.rhythm = policy.NewRhythm(time.Now(), policy.Times{})
 	s.mu.Unlock()
 	if s.pager != nil {
 		breath, stop := context.WithCancel(context.WithoutCancel(ctx)) // lives until Close

@@ -2,7 +2,7 @@ package guestagent
 
 import (
 	"errors"
-	"log"
+	"log/slog"
 	"os"
 	"runtime/debug"
 
@@ -53,9 +53,9 @@ func Run(version string) error {
 	})
 	// Whoever holds the port keeps the agent from it, not the sandbox from its host.
 	if inside, err := ListenInside(); err != nil {
-		log.Printf("agentzip-guest: %v", err)
+		slog.Error("the agent does not answer inside the guest", "err", err)
 	} else {
-		go func() { log.Printf("agentzip-guest: port %d: %v", InsidePort, server.ServeInside(inside)) }()
+		go func() { slog.Error("the agent no longer answers inside the guest", "err", server.ServeInside(inside)) }()
 	}
 	return server.Serve(NewListener(port))
 }

@@ -42,7 +42,7 @@ func (s *Server) dial(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	t := &tunnel{conn: conn}
-	defer conn.Close()
+	defer conn.Close() //nolint:errcheck // what mattered was said by then
 	// The host went away without a word: nobody reads or sends any more.
 	stop := context.AfterFunc(r.Context(), t.abort)
 	defer stop()

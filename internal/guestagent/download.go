@@ -162,7 +162,7 @@ func responseCoding(h http.Header) (coding string, acceptable bool) {
 		return "", true
 	}
 	quality := map[string]float64{}
-	for _, part := range strings.Split(strings.Join(offered, ","), ",") {
+	for part := range strings.SplitSeq(strings.Join(offered, ","), ",") {
 		name, parameters, _ := strings.Cut(part, ";")
 		name = strings.ToLower(strings.TrimSpace(name))
 		if name == "" {

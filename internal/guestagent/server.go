@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io/fs"
 	"log"
+	"log/slog"
 	"net"
 	"net/http"
 	"os"
@@ -78,7 +79,7 @@ func New(o Options) *Server {
 	mux.HandleFunc("GET /health", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) })
 	s.handler = s.gate(mux)
 	if err := s.loadSettings(); err != nil {
-		log.Printf("agentzip-guest: %v", err) // the host says them again; without an agent it cannot
+		slog.Error("go on without settings", "err", err) // the host says them again; without an agent it cannot
 	}
 	if o.SealFile != "" {
 		_, err := os.Stat(o.SealFile)

@@ -203,7 +203,7 @@ func TestAListGoesAsDeepAsAskedAndNotThroughLinks(t *testing.T) {
 
 func TestMovingCrossesFileSystems(t *testing.T) {
 	t.Parallel()
-	other, err := os.MkdirTemp("/dev/shm", "agentzip-test-")
+	other, err := os.MkdirTemp("/dev/shm", "agentzip-test-") //nolint:usetesting // another file system is the point
 	if err != nil {
 		t.Skip("no /dev/shm here")
 	}

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"maps"
 	"mime/multipart"
 	"net/http"
 	"net/textproto"
@@ -186,9 +187,7 @@ func TestMetadataIsReplacedAsASet(t *testing.T) {
 		{nil, nil},
 	} {
 		headers := map[string]string{"Content-Type": "application/octet-stream"}
-		for k, v := range tc.headers {
-			headers[k] = v
-		}
+		maps.Copy(headers, tc.headers)
 		if status, _, text := do(t, c, http.MethodPost, "/files?path=m", headers, strings.NewReader("x")); status != http.StatusOK {
 			t.Fatalf("%d %s", status, text)
 		}

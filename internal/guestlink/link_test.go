@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -447,5 +448,44 @@ func TestHealthTellsHowTheGuestIs(t *testing.T) {
 	resp.Body.Close()
 	if resp.StatusCode != http.StatusNoContent {
 		t.Errorf("GET /health: %s", resp.Status)
+	}
+}
+
+// What a clone of a busy guest, or one that was put away, looks like from inside:
+// the session stands still with bytes under way, and then another host says Hello.
+func TestANewHostTakesOverWhileOutputAndConnectionsWait(t *testing.T) {
+	t.Parallel()
+	for name, quiet := range map[string]bool{"the port tells": false, "the port does not tell": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			g := startGuest(t, quiet)
+			old := guestlink.New(g.cable.plug(t))
+			defer old.Close()
+			port := listen(t, "127.0.0.1:0", func(s *net.TCPConn) { _, _ = io.Copy(s, zeros{}) })
+			for range 3 { // never read
+				conn, err := old.Dial(testContext(t), port)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer conn.Close()
+			}
+			stuck := &slowWriter{entered: make(chan struct{}), open: make(chan struct{})}
+			ended := make(chan error, 1)
+			go func() {
+				_, err := old.Run(testContext(t), sh("echo $$ > pid; cat /dev/zero"), stuck, nil)
+				ended <- err
+			}()
+			<-stuck.entered
+			// From here nobody reads for the old host.
+			next := g.connect(t)
+			pid := strings.TrimSpace(output(t, next, "cat pid; kill -0 $(cat pid)"))
+			close(stuck.open)
+			if err := <-ended; !errors.Is(err, guestlink.ErrLinkDown) {
+				t.Errorf("the old host's command: %v, want ErrLinkDown", err)
+			}
+			if got := output(t, next, "kill "+pid+"; echo ok"); got != "ok\n" {
+				t.Errorf("got %q", got)
+			}
+		})
 	}
 }

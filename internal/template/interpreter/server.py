@@ -42,7 +42,17 @@ READY = 300.0  # seconds for a kernel to start: 15 under TCG on a busy host
 LOOK = 2.0  # how often a kernel that executes is looked at: it may have died
 MAX_BODY = 64 << 20
 MAX_HEAD = 64 << 10
-PRELOAD = "import numpy, pandas, matplotlib, matplotlib.pyplot"
+# A first plot takes ten seconds under TCG; done in the template, it is done in every clone.
+PRELOAD = """
+def _preload():
+    import io, numpy, pandas, matplotlib.pyplot as plt
+    plt.plot(pandas.DataFrame({"a": [1, 2]})["a"].to_numpy(), label="a")
+    plt.legend()
+    plt.savefig(io.BytesIO(), format="png")
+    plt.close("all")
+_preload()
+del _preload
+"""
 
 MIMES = {
     "text/plain": "text", "text/html": "html", "text/markdown": "markdown", "image/svg+xml": "svg", "image/png": "png",

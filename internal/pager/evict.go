@@ -206,6 +206,19 @@ type passMode struct {
 // fast reports whether the guest has stood still for long enough.
 func (m passMode) fast() bool { return !m.soon.IsZero() && time.Now().After(m.soon) }
 
+// tells reports whether that the i-th page is private means that it was written since the
+// pass before: not if it stays because it did not shrink, and is as it was.
+func (b *batch) tells(i int) bool {
+	switch b.fates[i] {
+	case fateZero, fateEqual, fateEncoded:
+		return true
+	case fateKeep:
+		return b.after[i] != b.before[i]
+	case fateSkip, fateClean, fateAbandon:
+	}
+	return false
+}
+
 // runs collects the neighbouring frames of those the filter selects.
 func (b *batch) runs(dst []guestmem.Run, selected func(i int) bool) []guestmem.Run {
 	dst = dst[:0]
@@ -418,6 +431,9 @@ func (p *Pager) publish(b *batch, i int, drop bool, res *EvictResult) (dropped, 
 		}
 		res.Cancelled++
 		return false, false
+	}
+	if b.tells(i) {
+		p.note(Touch{Frame: f, Write: true, Kind: KindPrivate})
 	}
 	if !drop && (fate == fateZero || fate == fateEqual) {
 		fate = fateAbandon

@@ -53,7 +53,17 @@ func TestSharedPagesAreMappedBackAfterAPass(t *testing.T) {
 	if n := r.pager.Faults() - s.Faults; n != 0 {
 		t.Errorf("%d faults on shared pages, want none", n)
 	}
+	r.pager.DrainTouched(nil)
 	r.evict()
+	private := r.pager.DrainTouched(nil)
+	for _, got := range private {
+		if got.Kind != KindPrivate || want[got.Frame] == nil {
+			t.Errorf("%+v, want only pages that were written", got)
+		}
+	}
+	if len(private) != regionPages-32 {
+		t.Errorf("%d pages were found private, want the %d that were written without an event", len(private), regionPages-32)
+	}
 	for f, p := range want {
 		if *r.read(f) != *p {
 			t.Errorf("frame %d has another content after the next pass", f)

@@ -256,6 +256,14 @@ func (p *Pager) refs() []cohort.Ref {
 // Fail ends the sandbox because a page that it needs is lost; see cohort.Member.
 func (p *Pager) Fail(err error) { p.abort(fmt.Errorf("%w: %w", ErrIntegrity, err)) }
 
+// Evicted reports whether a page is evicted at this moment: a touch of it would wait for its
+// content. It waits for no fault or pass. False for frames out of range.
+func (p *Pager) Evicted(f units.Frame) bool {
+	p.life.RLock()
+	defer p.life.RUnlock()
+	return !p.closed && int(f) < p.table.frames && p.table.load(f).tag() == tagEvicted
+}
+
 // Usage is what a sandbox's pages cost at one moment.
 type Usage struct {
 	Resident  units.Bytes // private pages in memory now, Clean ones included

@@ -135,8 +135,11 @@ func TestTouchedFramesAreThoseThatFaulted(t *testing.T) {
 		t.Errorf("after writes (-want +got):\n%s", d)
 	}
 	r.evict()
-	if got := r.pager.DrainTouched(nil); got != nil {
-		t.Errorf("after a pass: %v, want none", got)
+	if d := cmp.Diff([]Touch{{6, true, KindPrivate}, {4000, true, KindPrivate}}, r.pager.DrainTouched(nil)); d != "" {
+		t.Errorf("after a pass (-want +got):\n%s", d)
+	}
+	if !r.pager.Evicted(6) || r.pager.Evicted(7) || r.pager.Evicted(1<<20) {
+		t.Error("frame 6 is evicted, 7 not, and 1<<20 does not exist")
 	}
 	if got, err := r.pager.Restore(context.Background(), reads(6, 4000, 4000, 9999), Needed); err != nil || got.Evicted != 2 || got.Present != 2 {
 		t.Errorf("restore: %+v, %v, want 2, and 2 of no use", got, err)

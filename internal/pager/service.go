@@ -62,8 +62,8 @@ func (p *Pager) handleLocked(f guestmem.Fault, w *faultWorker) outcome {
 	if out == outcomeRestore || out == outcomeRestoreWrite {
 		w.note(f.Frame)
 	}
-	if out != outcomeStale && !p.touched.add(Touch{Frame: f.Frame, Write: f.Write || f.WP, Kind: out.kind()}) {
-		p.stats.touchesLost.Add(1)
+	if out != outcomeStale {
+		p.note(Touch{Frame: f.Frame, Write: f.Write || f.WP, Kind: out.kind()})
 	}
 	return out
 }

@@ -20,6 +20,7 @@ const (
 	KindZero                  // not mapped, zeros
 	KindTemplate              // not mapped, the template's
 	KindProtected             // mapped, and written while clean or being encoded
+	KindPrivate               // no fault: a pass found the page private, so it was written since it was dropped
 	numKinds
 )
 
@@ -35,10 +36,15 @@ func (k Kind) String() string {
 		return "template"
 	case KindProtected:
 		return "protected"
+	case KindPrivate:
+		return "private"
 	case numKinds:
 	}
 	return "?"
 }
+
+// Waited reports whether the guest waited: all kinds but KindUnknown and KindPrivate.
+func (k Kind) Waited() bool { return k != KindUnknown && k != KindPrivate }
 
 // A Touch is a page that the guest was seen touching, or that it is expected to touch.
 type Touch struct {
@@ -52,6 +58,10 @@ type Touch struct {
 // that is later: each is a fault. What takes no fault is not there: pages restored ahead
 // that were installed writable or only read, and neighbours mapped by a fault. It may be
 // called at any time, also during a tool call; Notify says when it is worth it.
+//
+// Passes add the pages that they found private and looked at, as KindPrivate: so a write to a
+// page that was mapped as shared is seen, which the kernel copies without an event. Pages
+// that Restore installed to be written are among them whether or not they were.
 func (p *Pager) DrainTouched(dst []Touch) []Touch {
 	p.life.RLock()
 	defer p.life.RUnlock()
@@ -61,6 +71,13 @@ func (p *Pager) DrainTouched(dst []Touch) []Touch {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.touched.drain(dst)
+}
+
+// note adds a touch to the log, or counts it as lost. Caller holds mu.
+func (p *Pager) note(t Touch) {
+	if !p.touched.add(t) {
+		p.stats.touchesLost.Add(1)
+	}
 }
 
 // Notify returns a channel that holds a token when faults were served since DrainTouched

@@ -1,7 +1,3 @@
-// Package prefetch guesses which pages the coming tool call will touch.
-//
-// It is pure bookkeeping over frames: it restores nothing, and a wrong guess
-// costs time, never a byte. One goroutine uses a predictor at a time.
 package prefetch
 
 import (

@@ -1,0 +1,273 @@
+package prefetch
+
+import (
+	"cmp"
+	"math/bits"
+	"slices"
+
+	"github.com/agentzip/agentzip/internal/pager"
+	"github.com/agentzip/agentzip/internal/units"
+)
+
+// ownCells bounds what a predictor remembers of its sandbox: 40 KiB. The guest of the main
+// job touches 600 blocks in 13 calls.
+const ownCells = 1024
+
+// A Call is what is known of a tool call before it runs.
+type Call struct {
+	Number int    // from 1, in this sandbox
+	Kind   string // what it does: see KindOf. "" means that it is not known
+}
+
+// A Predictor guesses for one sandbox. One goroutine uses it at a time.
+//
+//	idle --Begin--> in a call --End--> ended --Settle, or the next Begin--> idle
+//	                in a call --Faulted--> in a call
+type Predictor struct {
+	name    string
+	history *History
+	evicted func(units.Frame) bool // nil: not known
+
+	own      heatmap
+	call     Call
+	now      outcome // of the call that runs or has ended; empty while idle
+	open     bool    // there is such a call
+	promised []span  // ascending; pages that End said will be written
+	stats    Stats
+}
+
+// A span is some pages of a block.
+type span struct {
+	block uint32
+	pages uint64
+}
+
+const spanBytes = 16
+
+// NewPredictor returns the predictor of one sandbox of the cohort. evicted says whether a
+// page is evicted now, as pager.Evicted does: pages that are not need no restoring unless
+// they are written. With nil all are taken for evicted.
+func (h *History) NewPredictor(name string, evicted func(units.Frame) bool) *Predictor {
+	p := &Predictor{name: name, history: h, evicted: evicted, own: heatmap{limit: ownCells}}
+	for s := range p.stats.Sources {
+		p.stats.Sources[s].Source = Source(s) //nolint:gosec // G115: a few
+	}
+	return p
+}
+
+// A candidate is a page that may be restored.
+type candidate struct {
+	frame units.Frame
+	rank  uint16
+	class class
+	write bool
+	p     float32
+}
+
+// least is how likely a page must be touched to be restored ahead. To restore one in vain
+// costs 9 us of a worker and the work to drop it again, a fault 27 us of the guest's time.
+var least = [numClasses]float32{classEvicted: 0.4, classShared: 0.5}
+
+// view returns what is known before a call.
+func (p *Predictor) view(c Call) view {
+	v := p.history.view(c)
+	if v.without = p.history.opts.Without; !v.without.Has(SourceRecent) {
+		v.own = p.own.cells
+	}
+	return v
+}
+
+// Begin returns the pages to restore for a call, in the order of their use. Some of those
+// expected are left out, to learn from them.
+func (p *Predictor) Begin(c Call) []pager.Touch {
+	p.Settle(nil, false)
+	p.call, p.open = c, true
+	v := p.view(c)
+	var list []candidate
+	v.each(func(at place) {
+		b := p.now.at(at.block)
+		ready, wrote, rank := p.ready(at), at.wrote(), at.rank()
+		pages(at.warm(), func(page uint) {
+			bit, f := uint64(1)<<page, frame(at.block, page)
+			t := candidate{frame: f, class: classEvicted, rank: rank, write: wrote&bit != 0}
+			if p.evicted == nil || p.evicted(f) {
+				b.evicted |= bit
+			} else if t.class = classShared; !t.write || ready&bit == 0 {
+				return
+			}
+			if t.p = v.chance(&at, page, t.class); t.p >= least[t.class] {
+				list = append(list, t)
+			}
+		})
+	})
+	return p.choose(list)
+}
+
+// regionBlocks is how many blocks the pager maps together where the guest works; see
+// internal/pager/mapback.go.
+const regionBlocks = 512 / blockPages
+
+// ready returns the pages of a block that, if they are shared, are not mapped: those that
+// End said would be written, and all of a region where the guest never had a page of its own.
+// A mapped page cannot be replaced.
+func (p *Predictor) ready(at place) uint64 {
+	first := at.block &^ (regionBlocks - 1)
+	i, _ := slices.BinarySearchFunc(p.own.cells, first, func(c cell, b uint32) int { return cmp.Compare(c.block, b) })
+	if i == len(p.own.cells) || p.own.cells[i].block >= first+regionBlocks {
+		return ^uint64(0)
+	}
+	i, found := slices.BinarySearchFunc(p.promised, at.block, func(s span, b uint32) int { return cmp.Compare(s.block, b) })
+	if !found {
+		return 0
+	}
+	return p.promised[i].pages
+}
+
+// choose keeps as many as may be restored, leaves out those to learn from, and puts the
+// rest into order.
+func (p *Predictor) choose(list []candidate) []pager.Touch {
+	if limit := p.history.opts.Pages; len(list) > limit {
+		slices.SortFunc(list, func(a, b candidate) int { return cmp.Or(cmp.Compare(b.p, a.p), cmp.Compare(a.frame, b.frame)) })
+		list = list[:limit]
+	}
+	slices.SortFunc(list, func(a, b candidate) int {
+		return cmp.Or(cmp.Compare(a.class, b.class), cmp.Compare(a.rank, b.rank), cmp.Compare(a.frame, b.frame))
+	})
+	dst := make([]pager.Touch, 0, len(list))
+	for _, t := range list {
+		b, bit := p.now.at(uint32(t.frame)>>blockShift), uint64(1)<<(t.frame%blockPages)
+		if p.leaveOut(t.frame, 0) {
+			b.held |= bit
+			continue
+		}
+		write := t.write && !(t.class == classEvicted && p.leaveOut(t.frame, 1))
+		b.asked |= bit
+		if write {
+			b.askedW |= bit
+		}
+		dst = append(dst, pager.Touch{Frame: t.frame, Write: write})
+	}
+	return dst
+}
+
+// leaveOut picks one in HoldOut pages, others in each call.
+func (p *Predictor) leaveOut(f units.Frame, purpose uint64) bool {
+	x := p.history.opts.Seed ^ uint64(f)<<20 ^ uint64(p.stats.Calls)<<2 ^ purpose //nolint:gosec // G115: a count
+	x ^= x >> 30
+	x *= 0xbf58476d1ce4e5b9
+	x ^= x >> 27
+	x *= 0x94d049bb133111eb
+	x ^= x >> 31
+	return x%uint64(p.history.opts.HoldOut) == 0 //nolint:gosec // G115: positive
+}
+
+// Faulted notes pages that the running call waited for, in their order, and returns pages
+// to restore because of them.
+func (p *Predictor) Faulted(touched []pager.Touch) []pager.Touch {
+	for _, t := range touched {
+		p.now.see(t)
+	}
+	return nil
+}
+
+// leastPromise is how likely a page must be written by the next call, whatever it is, to be
+// promised: a promise that is not kept costs a fault where a mapped page would have cost none.
+const leastPromise = 0.7
+
+// End notes the rest of what the call waited for and returns the pages that the next one will
+// probably touch, whatever kind of call it is, in ascending order. They are for pager.Expect:
+// pages that are promised there to be written are not mapped back as shared, so that Begin
+// can ask for them.
+func (p *Predictor) End(touched []pager.Touch) []pager.Touch {
+	p.Faulted(touched)
+	v := p.view(Call{Number: p.call.Number + 1})
+	var dst []pager.Touch
+	p.promised = p.promised[:0]
+	v.each(func(at place) {
+		s := span{block: at.block}
+		wrote := at.wrote()
+		pages(at.warm(), func(page uint) {
+			bit := uint64(1) << page
+			write := wrote&bit != 0 && v.chance(&at, page, classShared) >= leastPromise
+			if write {
+				s.pages |= bit
+			}
+			if write || v.chance(&at, page, classEvicted) >= leastPromise {
+				dst = append(dst, pager.Touch{Frame: frame(at.block, page), Write: write})
+			}
+		})
+		if s.pages != 0 {
+			p.promised = append(p.promised, s)
+		}
+	})
+	return dst
+}
+
+// Settle learns from the call that ended. looked is what DrainTouched gave after a pass; whole
+// says that the pass was not cancelled, so that what it did not find private was not written.
+// Only the first Settle after a call does anything.
+func (p *Predictor) Settle(looked []pager.Touch, whole bool) {
+	if !p.open {
+		return
+	}
+	p.open = false
+	for _, t := range looked {
+		if t.Kind == pager.KindPrivate {
+			p.now.at(uint32(t.Frame) >> blockShift).found |= 1 << (t.Frame % blockPages)
+		}
+	}
+	p.now.found = whole
+	s := p.judge()
+	p.own.learn(&p.now)
+	p.history.learn(p.call, &p.now, s)
+	p.now = outcome{}
+	p.stats.add(s)
+}
+
+// judge compares what was expected with what is known of the call.
+func (p *Predictor) judge() *score {
+	s := new(score)
+	v := p.view(p.call)
+	v.each(func(at place) {
+		b := p.now.at(at.block)
+		touched := b.touched()
+		pages(at.warm()&b.known(p.now.found)&^b.asked, func(page uint) {
+			bit, weight := uint64(1)<<page, uint32(1)
+			c := classShared
+			if b.evicted&bit != 0 {
+				c = classEvicted
+			}
+			if b.held&bit != 0 {
+				weight = uint32(p.history.opts.HoldOut) //nolint:gosec // G115: small; it stands for those that were restored
+			}
+			own, kind, number := v.levels(&at, page)
+			s.note(c, own, kind, number, touched&bit != 0, weight)
+		})
+		for src, mask := range [...]uint64{SourceRecent: at.own.warm(), SourceHotSet: at.kind.warm() | at.number.warm()} {
+			s.sources[src].add(tally{
+				asked:  bits.OnesCount64(b.asked & mask),
+				held:   bits.OnesCount64(b.held & mask),
+				useful: bits.OnesCount64(b.held & mask & touched),
+			})
+		}
+	})
+	for i := range p.now.blocks {
+		b := &p.now.blocks[i]
+		s.total.add(tally{
+			asked:  bits.OnesCount64(b.asked),
+			held:   bits.OnesCount64(b.held),
+			useful: bits.OnesCount64(b.held & b.touched()),
+		})
+		s.missed += bits.OnesCount64(b.fault &^ b.asked &^ b.held)
+	}
+	return s
+}
+
+// Stats says what this sandbox's predictions were worth.
+func (p *Predictor) Stats() Stats { return p.stats }
+
+// Footprint returns what the predictor occupies, without its share of the History.
+func (p *Predictor) Footprint() units.Bytes {
+	const fixed = 512
+	return fixed + p.own.footprint() + units.Bytes(cap(p.now.blocks)*outcomeBytes+cap(p.promised)*spanBytes)
+}

@@ -193,6 +193,7 @@ func (f *Fleet) born(b *Box, sb Sandbox, err error) (View, error) {
 		f.remove(b)
 		return View{}, fmt.Errorf("create sandbox: %w", err)
 	}
+	b.rec.Started = f.now() // its life is as long as it asked for, however long the clone took
 	b.must(Created)
 	b.run(sb, b.rec.Timeout)
 	v := b.view()

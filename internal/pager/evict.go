@@ -67,7 +67,7 @@ func (p *Pager) takePass(ctx context.Context) (release func(), err error) {
 // onePass makes one pass. The caller has the turn.
 func (p *Pager) onePass(ctx context.Context, mode passMode) (res EvictResult, err error) {
 	start := time.Now()
-	h := new(hurry)
+	h := &hurry{plain: p.workers.plain}
 	stop := context.AfterFunc(ctx, h.cancelled)
 	err = p.workers.encode(ctx, mode.frozen, func(w *worker) error {
 		h.begin(w)

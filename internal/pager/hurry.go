@@ -15,6 +15,8 @@ import (
 //
 // Lock order: mu, then nothing.
 type hurry struct {
+	plain bool // immutable; Workers.plain
+
 	mu     sync.Mutex
 	worker *worker   // guarded by mu; nil while no thread of this pass runs
 	tid    int       // guarded by mu; its thread
@@ -45,7 +47,9 @@ func (h *hurry) cancelled() {
 	h.at, h.hurry = time.Now(), true
 	if h.worker != nil {
 		h.worker.hurried.Store(true)
-		_ = hostmem.SetNice(h.tid, niceLocked) // without the right to, it takes longer
+		if !h.plain {
+			_ = hostmem.SetNice(h.tid, niceLocked) // without the right to, it takes longer
+		}
 	}
 }
 

@@ -33,6 +33,7 @@ type Workers struct {
 	frozen    chan *worker // the same, for passes while a guest stands still
 	restoring turns
 	restores  atomic.Int32 // Restores that run or wait: encoding stands back
+	plain     bool         // immutable; in tests: passes run on their caller's thread, and none changes its niceness
 
 	mu     sync.Mutex
 	made   []*worker // guarded by mu
@@ -141,6 +142,9 @@ func (ws *Workers) encode(ctx context.Context, frozen bool, fn func(w *worker) e
 		return err
 	}
 	defer func() { places <- w }()
+	if ws.plain {
+		return fn(w)
+	}
 	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread() // never unlocked: the thread dies with this goroutine
@@ -180,7 +184,7 @@ func (ws *Workers) restore(ctx context.Context, p *Pager, class Class, fn func(w
 	}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	w.rest, w.nice, w.tuned = 0, 0, true
+	w.rest, w.nice, w.tuned = 0, 0, !ws.plain
 	return fn(w)
 }
 

@@ -144,6 +144,11 @@ func (s *world) step() {
 		return
 	}
 	s.p.mu.Unlock()
+	s.act()
+}
+
+// act is what others do that need the mutex.
+func (s *world) act() {
 	switch s.rng.IntN(12) {
 	case 0, 1, 2, 3, 4:
 		s.serve()
@@ -282,7 +287,7 @@ func (s *world) run(rounds int) error {
 		for range s.rng.IntN(30) {
 			s.guest()
 			if s.rng.IntN(3) == 0 {
-				s.serve()
+				s.act()
 			}
 		}
 		if s.rng.IntN(3) > 0 {

@@ -202,7 +202,7 @@ func (s *world) guest() {
 			t.f %= 8
 		}
 		if t.write && s.rng.IntN(3) > 0 {
-			t.content = content(contentKinds[s.rng.IntN(len(contentKinds)-1)], t.f, uint64(s.rng.IntN(50)+1))
+			t.content = content(contentKinds[s.rng.IntN(len(contentKinds))], t.f, uint64(s.rng.IntN(50)+1))
 		}
 		t.pending = true
 	}

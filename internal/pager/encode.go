@@ -35,11 +35,11 @@ func (p *Pager) encode(ctx context.Context, w *worker, i int) {
 		return
 	}
 	hint := cohort.Hint{Soon: p.expected(f), Must: b.mode.all, Fast: b.mode.fast()}
-	st, err := p.cohort.Store(w.codec, f, page, hint)
+	st, err := p.cohort.Store(w.codec, f, page, hint) //nolint:contextcheck // it waits 5 ms at most
 	if errors.Is(err, cohort.ErrFull) && !b.relieved {
 		b.relieved = true
 		if p.cohort.Relieve(ctx, p) > 0 {
-			st, err = p.cohort.Store(w.codec, f, page, hint)
+			st, err = p.cohort.Store(w.codec, f, page, hint) //nolint:contextcheck // it waits 5 ms at most
 		}
 	}
 	switch {

@@ -260,7 +260,7 @@ func (p *Pager) evictBatch(ctx context.Context, w *worker, res *EvictResult) err
 			break
 		}
 		if p.table.load(b.frames[i]) == entryBusy { // else cancelled: no use encoding it
-			p.encode(ctx, w, i) //nolint:contextcheck // a store waits 5 ms at most
+			p.encode(ctx, w, i)
 		}
 	}
 	return w.locked(p, func() error {

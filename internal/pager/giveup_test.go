@@ -11,16 +11,16 @@ import (
 
 func TestCleanPagesThatGiveUpTheirEntriesTakeWritesWithoutAFault(t *testing.T) {
 	r := newRig(t, 256, 1).serve()
-	for f := units.Frame(0); f < 100; f++ {
+	for f := range units.Frame(100) {
 		r.write(f, textPage(uint64(f)))
 	}
 	r.evict()
-	for f := units.Frame(0); f < 80; f++ {
+	for f := range units.Frame(80) {
 		r.read(f)
 	}
 	r.settled()
 	want := 0
-	for f := units.Frame(0); f < 100; f++ {
+	for f := range units.Frame(100) {
 		if r.state(f) == tagClean {
 			want++
 		}
@@ -32,14 +32,14 @@ func TestCleanPagesThatGiveUpTheirEntriesTakeWritesWithoutAFault(t *testing.T) {
 		t.Errorf("usage %+v, %v, want the other entries kept", u, err)
 	}
 	faults := r.pager.Faults()
-	for f := units.Frame(0); f < 80; f++ {
+	for f := range units.Frame(80) {
 		r.write(f, textPage(uint64(f)+1000))
 	}
 	if n := r.pager.Faults() - faults; n != 0 {
 		t.Errorf("%d faults", n)
 	}
 	r.evict()
-	for f := units.Frame(0); f < 80; f++ {
+	for f := range units.Frame(80) {
 		if *r.read(f) != *textPage(uint64(f) + 1000) {
 			t.Errorf("frame %d lost a write", f)
 		}
@@ -73,16 +73,16 @@ func TestAFullPoolTakesTheEntriesOfCleanPagesFirst(t *testing.T) {
 		r.server = server
 		r.serve()
 	}
-	for f := units.Frame(0); f < frames; f++ {
+	for f := range units.Frame(frames) {
 		running.write(f, half(uint64(f)))
 	}
 	if _, err := running.pager.Evict(context.Background()); !errors.Is(err, cohort.ErrFull) {
 		t.Fatalf("the pool is not full: %v", err)
 	}
-	for f := units.Frame(0); f < frames; f++ {
+	for f := range units.Frame(frames) {
 		running.read(f)
 	}
-	for f := units.Frame(0); f < 100; f++ {
+	for f := range units.Frame(100) {
 		idle.write(f, half(1000+uint64(f)))
 	}
 	res, err := idle.pager.Evict(context.Background())
@@ -92,12 +92,12 @@ func TestAFullPoolTakesTheEntriesOfCleanPagesFirst(t *testing.T) {
 	if n := running.pager.Stats().GivenUp; n == 0 {
 		t.Error("the sibling gave up nothing")
 	}
-	for f := units.Frame(0); f < frames; f++ {
+	for f := range units.Frame(frames) {
 		if *running.read(f) != *half(uint64(f)) {
 			t.Fatalf("frame %d of the sibling has another content", f)
 		}
 	}
-	for f := units.Frame(0); f < 100; f++ {
+	for f := range units.Frame(100) {
 		if *idle.read(f) != *half(1000 + uint64(f)) {
 			t.Fatalf("frame %d has another content", f)
 		}

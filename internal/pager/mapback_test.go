@@ -15,7 +15,7 @@ func TestSharedPagesAreMappedBackAfterAPass(t *testing.T) {
 	const frames = 4 * regionPages
 	r := newRig(t, frames, 1).serve()
 	want := map[units.Frame]*units.Page{}
-	for f := units.Frame(0); f < 96; f++ {
+	for f := range units.Frame(96) {
 		want[f] = guestmemtest.Base(f)
 		switch f % 3 {
 		case 0:
@@ -105,11 +105,11 @@ func TestACancelledPassMapsNothingBack(t *testing.T) {
 // A region of which pages were dropped because the guest reported them free is mapped again.
 func TestARegionWithReportedPagesIsMappedAgain(t *testing.T) {
 	r := newRig(t, regionPages, 1).serve()
-	for f := units.Frame(0); f < 128; f++ {
+	for f := range units.Frame(128) {
 		r.write(f, textPage(uint64(f)))
 	}
 	r.evict()
-	for f := units.Frame(0); f < 128; f++ {
+	for f := range units.Frame(128) {
 		r.poke(f, 1)
 	}
 	if a, err := r.vm.Channels[0].Discard(0, 128); err != nil || a.Bad != 0 {
@@ -117,7 +117,7 @@ func TestARegionWithReportedPagesIsMappedAgain(t *testing.T) {
 	}
 	r.evict()
 	before := r.pager.Faults()
-	for f := units.Frame(0); f < 128; f++ {
+	for f := range units.Frame(128) {
 		if *r.read(f) != *zeroPage() {
 			t.Errorf("frame %d is not zeros", f)
 		}

@@ -29,6 +29,7 @@ type IdleResult struct {
 	Sandboxes int         `json:"sandboxes"`
 	States    []IdleState `json:"states"`
 	NotParked string      `json:"not_parked,omitempty"` // why there is no such state
+	Drift     float64     `json:"drift"`                // what the host misses when all are gone again, over their number: not theirs
 }
 
 // IdleState is the account of one way to be idle, per sandbox.
@@ -139,17 +140,39 @@ func (c *Config) idle(ctx context.Context, show *progress) (res *IdleResult, err
 	if err := read(stateResting); err != nil {
 		return nil, err
 	}
+	if res.NotParked, err = park(ctx, boxes); err != nil {
+		return nil, err
+	}
+	if res.NotParked == "" {
+		if err := read(stateParked); err != nil {
+			return nil, err
+		}
+	}
+	for i, b := range boxes {
+		if err := b.Close(); err != nil {
+			return nil, fmt.Errorf("close sandbox %s: %w", boxName(i), err)
+		}
+	}
+	if !rest(ctx, time.Second) {
+		return nil, context.Cause(ctx)
+	}
+	end, err := account(colony, nil)
+	res.Drift = float64(before.available-end.available) / float64(n)
+	return res, err
+}
+
+// park parks all sandboxes, or says why none can be.
+func park(ctx context.Context, boxes []Sleeper) (why string, err error) {
 	for i, b := range boxes {
 		err := b.Park(ctx)
 		if i == 0 && errors.Is(err, errors.ErrUnsupported) {
-			res.NotParked = "sandboxes cannot be parked in this version"
-			return res, nil
+			return "sandboxes cannot be parked in this version", nil
 		}
 		if err != nil {
-			return nil, fmt.Errorf("park sandbox %s: %w", boxName(i), err)
+			return "", fmt.Errorf("park sandbox %s: %w", boxName(i), err)
 		}
 	}
-	return res, read(stateParked)
+	return "", nil
 }
 
 // An accounting is what the host has left and who has what, in total.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/agentzip/agentzip/internal/bench"
@@ -118,6 +119,7 @@ func settle(ctx context.Context, colony Colony, n int, spec bench.CallSpec, show
 	boxes, errs := make([]Sleeper, n), make([]error, n)
 	turns := make(chan struct{}, startersAtOnce)
 	var all sync.WaitGroup
+	var ready atomic.Int64
 	for i := range n {
 		all.Go(func() {
 			turns <- struct{}{}
@@ -135,13 +137,15 @@ func settle(ctx context.Context, colony Colony, n int, spec bench.CallSpec, show
 				return
 			}
 			boxes[i] = b
+			if k := ready.Add(1); k%8 == 0 || k == int64(n) {
+				show.Event(fmt.Sprintf("%d of %d sandboxes have done a call each", k, n))
+			}
 		})
 	}
 	all.Wait()
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("start: %w", cmp.Or(context.Cause(ctx), err))
 	}
-	show.Event(fmt.Sprintf("%d sandboxes have done a call each", n))
 	return boxes, nil
 }
 

@@ -205,6 +205,7 @@ func (r *IdleResult) write(b *bytes.Buffer) {
 	line("not told apart", func(s *IdleState) float64 { return s.Available - s.Sum() })
 	line("without what belongs to TCG", (*IdleState).WithoutTCG)
 	_ = t.Flush() // a buffer does not fail
+	fmt.Fprintf(b, "when all were gone again the host missed %.2f MB for each: what other programs took or gave back meanwhile\n", r.Drift/mega)
 	if r.NotParked != "" {
 		fmt.Fprintf(b, "not parked: %s\n", r.NotParked)
 	}

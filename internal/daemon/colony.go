@@ -12,7 +12,7 @@ import (
 // Colonies returns a factory of sandboxes that a benchmark puts to sleep and wakes.
 func (d *Daemon) Colonies(o FleetOptions) func(context.Context) (restores.Colony, error) {
 	return func(ctx context.Context) (restores.Colony, error) {
-		c, err := d.NewCohort(ctx, CohortOptions{Template: o.Template, Isolation: o.Isolation})
+		c, err := d.NewCohort(ctx, CohortOptions{Template: o.Template, Isolation: o.Isolation, Without: o.Without})
 		if err != nil {
 			return nil, err
 		}

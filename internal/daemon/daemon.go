@@ -21,6 +21,7 @@ import (
 	"github.com/agentzip/agentzip/internal/guestlink"
 	"github.com/agentzip/agentzip/internal/library"
 	"github.com/agentzip/agentzip/internal/pager"
+	"github.com/agentzip/agentzip/internal/prefetch"
 	"github.com/agentzip/agentzip/internal/sandbox"
 	"github.com/agentzip/agentzip/internal/template"
 	"github.com/agentzip/agentzip/internal/units"
@@ -229,6 +230,7 @@ func (l *loaded) close() error {
 type Cohort struct {
 	template string
 	cohort   *cohort.Cohort
+	shared   *sandbox.Compression
 	stop     context.CancelFunc
 	tend     sync.WaitGroup // trains and compacts
 }
@@ -237,6 +239,7 @@ type Cohort struct {
 type CohortOptions struct {
 	Template  string // its name
 	Isolation cohort.Isolation
+	Without   prefetch.Sources // of guesses that are off
 }
 
 // compactEvery is how often a cohort looks for memory to give back. A look costs
@@ -258,6 +261,7 @@ func (d *Daemon) NewCohort(ctx context.Context, o CohortOptions) (*Cohort, error
 	}
 	run, stop := context.WithCancel(context.WithoutCancel(ctx)) // lives until Close
 	c := &Cohort{template: o.Template, cohort: kept, stop: stop}
+	c.shared = &sandbox.Compression{Cohort: kept, Faults: d.faults, History: prefetch.NewHistory(prefetch.Options{Without: o.Without})}
 	c.tend.Go(func() {
 		if err := kept.Run(run); err != nil && run.Err() == nil {
 			d.log.Warn("train dictionaries", "err", err)
@@ -311,7 +315,7 @@ func (d *Daemon) Clone(ctx context.Context, o CloneOptions) (*sandbox.Sandbox, e
 	}
 	so := sandbox.Options{ID: o.ID, Host: d.host, Template: t, Shim: d.shim, NoPrefetch: o.NoPrefetch, Settings: o.Settings, Log: d.log}
 	if o.Cohort != nil {
-		so.Compression = &sandbox.Compression{Cohort: o.Cohort.cohort, Faults: d.faults}
+		so.Compression = o.Cohort.shared
 	}
 	return sandbox.Start(ctx, so)
 }

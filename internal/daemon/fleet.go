@@ -11,6 +11,8 @@ import (
 	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestlink"
 	"github.com/agentzip/agentzip/internal/pager"
+	"github.com/agentzip/agentzip/internal/policy"
+	"github.com/agentzip/agentzip/internal/prefetch"
 	"github.com/agentzip/agentzip/internal/report"
 	"github.com/agentzip/agentzip/internal/sandbox"
 	"github.com/agentzip/agentzip/internal/units"
@@ -25,6 +27,7 @@ type FleetOptions struct {
 	Template   string
 	Isolation  cohort.Isolation // what siblings share
 	NoPrefetch bool
+	Without    prefetch.Sources // of guesses that are off
 }
 
 // Fleets returns a factory of fleets for measurements.
@@ -32,7 +35,7 @@ func (d *Daemon) Fleets(o FleetOptions) bench.FleetFactory {
 	return func(ctx context.Context, mode bench.Mode) (bench.Fleet, error) {
 		f := &fleet{daemon: d, opts: o}
 		if mode == bench.On {
-			c, err := d.NewCohort(ctx, CohortOptions{Template: o.Template, Isolation: o.Isolation})
+			c, err := d.NewCohort(ctx, CohortOptions{Template: o.Template, Isolation: o.Isolation, Without: o.Without})
 			if err != nil {
 				return nil, err
 			}
@@ -148,7 +151,29 @@ func (f *fleet) Counters() bench.Counters {
 			c.IntegrityFailures = append(c.IntegrityFailures, fmt.Sprintf("sandbox %s: %d encodings did not decode to their page", b.ID(), st.Mismatches))
 		}
 	}
+	c.Prefetchers = f.prefetchers(c.Faults[report.KindEvicted])
 	return c
+}
+
+// prefetchers says what the guesses were worth, all together first; nil if nobody guessed.
+func (f *fleet) prefetchers(faults uint64) []report.Prefetcher {
+	var sum prefetch.Stats
+	for _, b := range f.all() {
+		sum.Merge(b.Predictions())
+	}
+	if sum.Calls == 0 {
+		return nil
+	}
+	row := func(name string, asked, held, useful int) report.Prefetcher {
+		return report.Prefetcher{Name: name, Restored: uint64(asked), HeldOut: uint64(held), Missed: uint64(useful), Faults: faults} //nolint:gosec // G115: counts
+	}
+	rows := []report.Prefetcher{row(report.AllPrefetchers, sum.Asked, sum.Held, sum.Useful)}
+	for _, s := range sum.Sources {
+		if s.Asked+s.Held > 0 {
+			rows = append(rows, row(s.Source.String(), s.Asked, s.Held, s.Useful))
+		}
+	}
+	return rows
 }
 
 func addFaults(to map[string]uint64, st pager.Stats) {
@@ -227,6 +252,11 @@ func (b *box) Run(ctx context.Context, spec bench.CallSpec) (bench.CallResult, e
 	}
 	watch(&res)
 	return res, err
+}
+
+// Announce passes on that the model has named the tool of its next call.
+func (b *box) Announce(kind string) {
+	b.Sandbox.Signal(policy.Signal{Kind: policy.SignalToolName, Tool: kind})
 }
 
 // Usage converts the sandbox's own account.

@@ -14,6 +14,7 @@ import (
 	"github.com/agentzip/agentzip/internal/guestlink"
 	"github.com/agentzip/agentzip/internal/hostmem"
 	"github.com/agentzip/agentzip/internal/pager"
+	"github.com/agentzip/agentzip/internal/policy"
 	"github.com/agentzip/agentzip/internal/sandbox"
 	"github.com/agentzip/agentzip/internal/vmm"
 )
@@ -86,7 +87,11 @@ func (g *guest) SetInternet(ctx context.Context, open bool) error {
 }
 
 // Signal passes a signal to the rhythm.
-func (g *guest) Signal(lifecycle.Signal) {}
+func (g *guest) Signal(s lifecycle.Signal) {
+	if kind, err := policy.ParseSignal(s.Kind); err == nil { // the control plane has checked it
+		g.Sandbox.Signal(policy.Signal{Kind: kind, Tool: s.Tool})
+	}
+}
 
 // Memory is the sandbox's memory statement.
 func (g *guest) Memory() (lifecycle.Memory, error) {

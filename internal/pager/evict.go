@@ -20,6 +20,7 @@ type EvictResult struct {
 	Equal     int         // dropped because equal to the template
 	Clean     int         // dropped without encoding
 	Kept      int         // stay: they do not shrink
+	Warm      int         // stay: the pass was told to leave them alone
 	Cancelled int         // stay: written meanwhile
 	Abandoned int         // stay: the pass ended, or the pool was full
 	Bytes     units.Bytes // added to the pool
@@ -121,7 +122,12 @@ func (p *Pager) pass(ctx context.Context, w *worker, mode passMode, res *EvictRe
 	err := p.mem.Scan(func(r guestmem.Run, _ bool) bool {
 		res.Scanned += r.Pages
 		for i := range r.Pages {
-			b.frames[b.n] = r.Start + units.Frame(i)
+			f := r.Start + units.Frame(i)
+			if p.leaves(mode.keep, f) {
+				res.Warm++
+				continue
+			}
+			b.frames[b.n] = f
 			b.n++
 			if b.n == BatchPages && !next() {
 				return false
@@ -201,6 +207,8 @@ type passMode struct {
 	soon time.Time // from this moment on only quick ways of keeping a page are tried; zero: never
 
 	frozen bool // the guest stands still
+
+	keep Selection // what it leaves alone
 }
 
 // fast reports whether the guest has stood still for long enough.

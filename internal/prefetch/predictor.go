@@ -82,12 +82,28 @@ func (p *Predictor) view(c Call) view {
 func (p *Predictor) Begin(c Call) []pager.Touch {
 	p.Settle(nil, false)
 	p.call, p.open = c, true
+	return p.ask(c)
+}
+
+// Change says that the call that Begin named is another one than was thought, and returns the
+// pages to restore for that beside those that were named already. What was restored in vain
+// is still held against those who had expected it.
+func (p *Predictor) Change(c Call) []pager.Touch {
+	p.call = c
+	return p.ask(c)
+}
+
+// Abandon says that the call that Begin named does not come: nothing is learned from it.
+func (p *Predictor) Abandon() { p.open, p.now = false, outcome{} }
+
+// ask returns the pages to restore for a call that were not named yet.
+func (p *Predictor) ask(c Call) []pager.Touch {
 	v := p.view(c)
 	var list []candidate
 	v.each(func(at place) {
 		b := p.now.at(at.block)
 		ready, wrote, rank := p.ready(at), at.wrote(), at.rank()
-		pages(at.warm(), func(page uint) {
+		pages(at.warm()&^(b.asked|b.held), func(page uint) {
 			bit, f := uint64(1)<<page, frame(at.block, page)
 			t := candidate{frame: f, class: classEvicted, rank: rank, write: wrote&bit != 0}
 			if p.evicted == nil || p.evicted(f) {

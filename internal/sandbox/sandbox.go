@@ -8,11 +8,12 @@
 // memory is left alone and no userfaultfd is attached, which is the baseline
 // that every saving is measured against.
 //
-// Lock order: Sandbox.mu, then nothing. It is not held across a system call
+// Lock order: Sandbox.mu, then Compression.mu or follower.mu. None is held across a system call
 // that can block or a call out of the package.
 //
-// Goroutines of a sandbox: breathe (runs the passes of eviction that the rhythm
-// asks for) and watch (notes the VMM's end). Close ends and waits for both.
+// Goroutines of a sandbox: breathe (does what the rhythm asks for: passes of eviction, above
+// all), the follower's run (restores ahead of calls, and what follows their faults) and watch
+// (notes the VMM's end). Close ends and waits for them.
 package sandbox
 
 import (
@@ -29,12 +30,10 @@ import (
 
 	"github.com/google/uuid"
 
-	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestlink"
 	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/pager"
 	"github.com/agentzip/agentzip/internal/policy"
-	"github.com/agentzip/agentzip/internal/prefetch"
 	"github.com/agentzip/agentzip/internal/units"
 	"github.com/agentzip/agentzip/internal/vmm"
 )
@@ -51,9 +50,6 @@ const readyTimeout = 60 * time.Second
 // entropyBytes seeds the guest's generator: twice what the kernel needs to
 // consider it initialised (256 bits).
 const entropyBytes = 64
-
-// prefetchLimit bounds the pages restored ahead of a call: 32 MiB.
-const prefetchLimit = 8192
 
 // A Phase is what a sandbox is doing.
 type Phase uint8
@@ -82,12 +78,6 @@ func (p Phase) String() string {
 		return "dead"
 	}
 	return "unknown"
-}
-
-// Compression is what the sandboxes of one cohort share.
-type Compression struct {
-	Cohort *cohort.Cohort
-	Faults *pager.Server
 }
 
 // A Template is what a sandbox is cloned from. All fields are shared by all
@@ -132,13 +122,20 @@ type Sandbox struct {
 	closeOnce   sync.Once
 	closeResult error
 
+	shared *Compression // immutable; nil without compression
+	ahead  *follower    // immutable once ready; nil when nothing is restored ahead
+
 	mu         sync.Mutex
 	rhythm     *policy.Rhythm     // guarded by mu
+	later      policy.Action      // guarded by mu; Park or Wake, for breathe
+	named      time.Time          // guarded by mu; when a tool was named whose call has not come, zero if none was
+	tool       string             // guarded by mu; that tool
+	need       policy.Need        // guarded by mu; of the next call
+	wasted     uint64             // guarded by mu; pages brought in vain that calls have been told of
 	cancelPass context.CancelFunc // guarded by mu; ends the pass under way, nil without one
 	cancelled  time.Time          // guarded by mu; when a call arrived during the pass under way, zero if none did
 	cause      error              // guarded by mu; why the sandbox died, nil while it lives
 	ready      bool               // guarded by mu; personalised
-	recent     *prefetch.Recent   // guarded by mu
 }
 
 // Start clones the template and returns when the clone has its own identity and
@@ -155,7 +152,7 @@ func Start(ctx context.Context, opts Options) (*Sandbox, error) {
 		opts:   opts,
 		log:    opts.Log.With("sandbox", opts.ID),
 		wake:   make(chan struct{}, 1),
-		recent: prefetch.NewRecent(prefetchLimit),
+		shared: opts.Compression,
 	}
 	if err := s.start(ctx); err != nil {
 		if cerr := s.Close(); cerr != nil {
@@ -189,13 +186,18 @@ func (s *Sandbox) start(ctx context.Context) error {
 		}
 		return err
 	}
+	breath, stop := context.WithCancel(context.WithoutCancel(ctx)) // lives until Close
+	s.stopBreath = stop
+	if s.pager != nil && s.shared.History != nil && !s.opts.NoPrefetch {
+		guided := func() bool { return s.shared.Host.Level() == policy.Normal }
+		s.ahead = newFollower(s.pager, s.shared.History.NewPredictor(s.id, s.pager.Evicted), guided, s.log)
+		s.background.Go(func() { s.ahead.run(breath) })
+	}
 	s.mu.Lock()
 	s.ready = true
 	s.rhythm = policy.NewRhythm(time.Now(), policy.Times{})
 	s.mu.Unlock()
 	if s.pager != nil {
-		breath, stop := context.WithCancel(context.WithoutCancel(ctx)) // lives until Close
-		s.stopBreath = stop
 		s.background.Go(func() { s.breathe(breath) })
 	}
 	return nil

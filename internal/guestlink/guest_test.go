@@ -46,7 +46,7 @@ type cable struct {
 	pumps   sync.WaitGroup
 }
 
-func newCable(t *testing.T, quiet bool) *cable {
+func newCable(t testing.TB, quiet bool) *cable {
 	t.Helper()
 	c := &cable{quiet: quiet, plugged: make(chan struct{}), closed: make(chan struct{})}
 	if quiet {
@@ -67,7 +67,7 @@ func newCable(t *testing.T, quiet bool) *cable {
 	return c
 }
 
-func socketPair(t *testing.T) (net.Conn, net.Conn) {
+func socketPair(t testing.TB) (net.Conn, net.Conn) {
 	t.Helper()
 	fds, err := syscall.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -85,7 +85,7 @@ func socketPair(t *testing.T) (net.Conn, net.Conn) {
 }
 
 // plug connects a new host and returns its end.
-func (c *cable) plug(t *testing.T) net.Conn {
+func (c *cable) plug(t testing.TB) net.Conn {
 	t.Helper()
 	ours, theirs := socketPair(t)
 	c.mu.Lock()
@@ -275,7 +275,7 @@ type guest struct {
 }
 
 // account runs commands as whoever runs the test.
-func account(t *testing.T, home string) guestagent.Account {
+func account(t testing.TB, home string) guestagent.Account {
 	t.Helper()
 	u, err := user.Current()
 	if err != nil {
@@ -284,7 +284,7 @@ func account(t *testing.T, home string) guestagent.Account {
 	return guestagent.Account{Name: u.Username, Home: home, Own: true}
 }
 
-func startGuest(t *testing.T, quiet bool) *guest {
+func startGuest(t testing.TB, quiet bool) *guest {
 	t.Helper()
 	g := &guest{cable: newCable(t, quiet), system: newFakeSystem(), home: t.TempDir()}
 	g.startAgent(t)
@@ -292,7 +292,7 @@ func startGuest(t *testing.T, quiet bool) *guest {
 	return g
 }
 
-func (g *guest) startAgent(t *testing.T) {
+func (g *guest) startAgent(t testing.TB) {
 	t.Helper()
 	me := account(t, g.home)
 	if g.settings == "" {
@@ -325,7 +325,7 @@ func (g *guest) startAgent(t *testing.T) {
 }
 
 // connect plugs a host in.
-func (g *guest) connect(t *testing.T) *guestlink.Client {
+func (g *guest) connect(t testing.TB) *guestlink.Client {
 	t.Helper()
 	c := guestlink.New(g.cable.plug(t))
 	t.Cleanup(func() { c.Close() })

@@ -81,6 +81,25 @@ print(urllib.request.urlopen(urllib.request.Request("http://localhost:49983/envs
 	if err := json.Unmarshal([]byte(text), &stat); err != nil || status != http.StatusOK || stat.Entry.Size != "1048576" || stat.Entry.Owner != "user" {
 		t.Errorf("stat: %d %s", status, text)
 	}
+	// On the overlay, with the user's rights and extended attributes.
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://guest/files?path=deep/er/note", strings.NewReader("x"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header = http.Header{"Content-Type": {"application/octet-stream"}, "X-Metadata-Run": {"7"}}
+	resp, err := agent.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp.Body.Close()
+	const look = `stat -c '%U %a' /home/user/deep /home/user/deep/er/note; python3 -c 'import os; print(os.getxattr("/home/user/deep/er/note", "user.e2b.run"))'`
+	if out := first(sh(t, s, "user", look)); strings.TrimSpace(out) != "user 755\nuser 644\nb'7'" {
+		t.Errorf("an upload to the user's home: %s, %q", resp.Status, out)
+	}
+	sh(t, s, "user", "ln -s /etc/hosts planted")
+	if status, text := exchange(t, agent, http.MethodPost, "/files?path=planted", "application/octet-stream", "x"); status != http.StatusForbidden {
+		t.Errorf("an upload through a planted link: %d %s", status, text)
+	}
 	// A template's folder lies in the lower layer of the overlay: it cannot be renamed in place.
 	if status, text := exchange(t, agent, http.MethodPost, "/filesystem.Filesystem/Move", "application/json", `{"source":"/testbed/tornado/test","destination":"/testbed/moved"}`); status != http.StatusOK {
 		t.Errorf("move a folder of the image: %d %s", status, text)

@@ -10,8 +10,8 @@ import (
 // Evicted pages in the neighbourhood of one that the guest waited for come back too: a guest
 // that touches one page touches the next ones. The thread that waited goes on first; then the
 // fault thread brings the neighbours one by one, and looks for new faults before each. They are
-// installed write-protected whatever the fault was, so a wrong one costs no entry, and are not
-// touches: only a sign of use (a write) makes them one. They are marked as brought ahead.
+// keep their entries, so that a wrong one costs little, and are no touches: only a sign of use
+// (a write) makes them one. They are marked as brought ahead.
 
 // note remembers an evicted page that came back, for bringNeighbours.
 func (w *faultWorker) note(f units.Frame) {
@@ -64,11 +64,11 @@ func (p *Pager) bring(f units.Frame, w *faultWorker) (more bool) {
 	if p.cohort.Load(w.codec, &w.page, e.ref()) != nil {
 		return false
 	}
-	if _, err := p.mem.Copy(f, w.page[:], true); err != nil {
+	if _, err := p.mem.Copy(f, w.page[:], p.protect); err != nil {
 		_ = p.fail(p.installError(f, e, err))
 		return false
 	}
-	p.table.store(f, clean(e.ref()))
+	p.table.store(f, p.back(e.ref()))
 	p.table.mark(f, true)
 	p.stats.neighbours.Add(1)
 	p.stats.ways[w.codec.Loaded()].Add(1)

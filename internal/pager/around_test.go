@@ -29,7 +29,7 @@ func (r *rig) settled() Counts {
 var countsOnly = cmpopts.IgnoreFields(Counts{}, "Stall", "Ways")
 
 func TestEvictedNeighboursComeWithThePageThatTheGuestWaitsFor(t *testing.T) {
-	r := newRig(t, 64, 1, func(o *Options) { o.EvictedAround = 4 }).serve()
+	r := newRig(t, 64, 1, protectRestored, func(o *Options) { o.EvictedAround = 4 }).serve()
 	for f := units.Frame(8); f < 20; f++ {
 		r.write(f, textPage(uint64(f)))
 	}
@@ -61,7 +61,7 @@ func TestEvictedNeighboursComeWithThePageThatTheGuestWaitsFor(t *testing.T) {
 }
 
 func TestCountsTellWhatBecameOfPagesThatWereBroughtAhead(t *testing.T) {
-	r := newRig(t, 64, 1, leaveUnmapped, func(o *Options) { o.FaultAround, o.EvictedAround = 1, 1 }).serve()
+	r := newRig(t, 64, 1, protectRestored, leaveUnmapped, func(o *Options) { o.FaultAround, o.EvictedAround = 1, 1 }).serve()
 	for f := units.Frame(5); f < 13; f++ {
 		r.write(f, textPage(uint64(f)))
 	}

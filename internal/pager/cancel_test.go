@@ -44,7 +44,7 @@ func (c *counting) Unprotect(r guestmem.Run) error { c.unprotects++; return c.Me
 func TestACancelledBatchIsUnprotectedInOneGo(t *testing.T) {
 	c := &counting{}
 	h := &hooked{}
-	r := newRig(t, 1024, 1, func(o *Options) { o.EvictedAround, c.Memory, o.Guest = 1, o.Guest, c }, hook(h)).serve()
+	r := newRig(t, 1024, 1, protectRestored, func(o *Options) { o.EvictedAround, c.Memory, o.Guest = 1, o.Guest, c }, hook(h)).serve()
 	for f := units.Frame(0); f < 128; f += 2 {
 		r.write(f, textPage(uint64(f)))
 	}

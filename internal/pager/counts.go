@@ -95,6 +95,16 @@ func sourceOf(around bool) source {
 // noteFate counts what became of a page that Restore had installed to be written, if it had.
 // fateSkip: it was written while the pass had it in hand; drop unset: it stays. Caller holds mu.
 func (p *Pager) noteFate(b *batch, i int, f fate, drop bool) {
+	page := b.frames[i]
+	if b.before[i].tag() == tagLoose {
+		switch {
+		case f == fateSkip || b.written[i]:
+			p.noteUsed(page)
+		case drop && !b.mode.stay && f != fateAbandon:
+			p.noteWasted(page)
+		}
+		return
+	}
 	if b.before[i].tag() != tagAhead {
 		return
 	}
@@ -102,8 +112,8 @@ func (p *Pager) noteFate(b *batch, i int, f fate, drop bool) {
 	case f == fateAbandon: // it stays what it is
 	case f == fateSkip || b.written[i]:
 		p.stats.used[sourceRestore].Add(1)
-	case f == fateEncoded && !drop: // it becomes Clean, and may still be used
-		p.table.mark(b.frames[i], false)
+	case f == fateEncoded && !drop: // it stays, and may still be used
+		p.table.mark(page, false)
 	default:
 		p.stats.wasted[sourceRestore].Add(1)
 	}

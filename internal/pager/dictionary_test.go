@@ -85,11 +85,12 @@ func TestPagesKeepTheDictionaryThatEncodedThemUntilTheLastIsGone(t *testing.T) {
 		}
 	}
 	for f := range want {
-		r.poke(f, 1) // Clean no longer: its entry goes
+		r.poke(f, 1)
 	}
 	for f := units.Frame(200); f < frames; f++ {
 		r.write(f, zeroPage())
 	}
+	r.pager.GiveUp(context.Background()) // their entries go
 	if slices.Contains(r.cohort.Stats().Dictionary.IDs, first) {
 		t.Error("the first dictionary is still there although no page names it")
 	}

@@ -21,7 +21,7 @@ import (
 //	Template    publish Zero, drop, clear markers      nothing: it costs nothing
 //	Zero        the same
 //	Kept(c), Ahead(c): the same
-//	Clean(h)    the same, release h
+//	Clean(h), Loose(h): the same, release h
 //	Evicted(h)  cannot be                              publish Zero, release h
 //	Busy        nothing: the page is in the hands of a pass, which reads it and must not meet a
 //	            fault (rule 4); the pass decides what becomes of it
@@ -174,7 +174,7 @@ func (p *Pager) forget(f units.Frame, private bool) (drop bool) {
 	switch e.tag() {
 	case tagTemplate, tagZero, tagKept, tagAhead:
 		drop = private
-	case tagClean:
+	case tagClean, tagLoose:
 		p.noteWasted(f)
 		p.release(e.ref())
 		p.stats.discardedEntries.Add(1)

@@ -232,7 +232,7 @@ func TestPagesReportedInTheMiddleOfABatchAreLeftOutOfThePass(t *testing.T) {
 
 func TestACleanPageReportedBetweenScanAndDropIsNotDroppedAsClean(t *testing.T) {
 	h := &hooked{}
-	r := newRig(t, 64, 2, hook(h)).serve()
+	r := newRig(t, 64, 2, hook(h), protectRestored).serve()
 	r.write(pageFrame, textPage(1))
 	r.write(holeFrame, textPage(2))
 	r.evict()

@@ -172,6 +172,7 @@ const (
 	fateZero                // drop, Zero
 	fateEqual               // drop, Template
 	fateEncoded             // drop, Evicted; in a Restore: decode and install
+	fateSame                // was Loose and is what its ref names: drop, Evicted
 	fateFill                // only in a Restore: install a copy of the template's page, or zeros
 )
 
@@ -185,7 +186,7 @@ type batch struct {
 	after  [BatchPages]entry         // fateEncoded: Evicted(r); fateKeep: Kept(sum); in a Restore for writing: Ahead(sum)
 	stored [BatchPages]cohort.Stored // fateEncoded
 
-	written [BatchPages]bool // it was Ahead, and was written
+	written [BatchPages]bool // it was Ahead or Loose, and was written
 
 	touches [BatchPages]Touch // of a Restore: the pages asked for, frames again
 
@@ -213,19 +214,6 @@ type passMode struct {
 
 // fast reports whether the guest has stood still for long enough.
 func (m passMode) fast() bool { return !m.soon.IsZero() && time.Now().After(m.soon) }
-
-// tells reports whether that the i-th page is private means that it was written since the
-// pass before: not if it stays because it did not shrink, and is as it was.
-func (b *batch) tells(i int) bool {
-	switch b.fates[i] {
-	case fateZero, fateEqual, fateEncoded:
-		return true
-	case fateKeep:
-		return b.after[i] != b.before[i]
-	case fateSkip, fateClean, fateAbandon:
-	}
-	return false
-}
 
 // runs collects the neighbouring frames of those the filter selects.
 func (b *batch) runs(dst []guestmem.Run, selected func(i int) bool) []guestmem.Run {
@@ -380,99 +368,4 @@ func (p *Pager) publishBatch(w *worker, drop bool, res *EvictResult) error {
 		}
 	}
 	return nil
-}
-
-// bridgePages is the widest gap between two runs that are unprotected by one call: to walk
-// over a page that is not protected costs 10 ns, another call 1 us and the flush of the TLBs
-// of all vCPUs.
-const bridgePages = 64
-
-// bridge joins neighbouring runs that are to be unprotected if no page between them must stay
-// protected. Caller holds mu.
-func (p *Pager) bridge(runs []guestmem.Run) []guestmem.Run {
-	joined := runs[:0]
-	for _, r := range runs {
-		if k := len(joined) - 1; k >= 0 && p.open(joined[k].Start+units.Frame(joined[k].Pages), r.Start) {
-			joined[k].Pages = int(r.Start-joined[k].Start) + r.Pages
-			continue
-		}
-		joined = append(joined, r)
-	}
-	return joined
-}
-
-// open reports whether the gap [f, end) is narrow and no page in it is protected.
-func (p *Pager) open(f, end units.Frame) bool {
-	if end-f > bridgePages {
-		return false
-	}
-	for ; f < end; f++ {
-		if t := p.table.load(f).tag(); t == tagClean || t == tagBusy {
-			return false
-		}
-	}
-	return true
-}
-
-// publish stores the new word of the i-th page. dropped: its physical page must be freed
-// now; released: it must be unprotected now. Caller holds mu.
-func (p *Pager) publish(b *batch, i int, drop bool, res *EvictResult) (dropped, released bool) {
-	f, fate := b.frames[i], b.fates[i]
-	now := p.table.load(f)
-	if fate == fateSkip {
-		return false, false
-	}
-	if fate == fateClean {
-		if now != b.before[i] || !drop || b.mode.stay {
-			return false, false // written meanwhile, or the pass ends
-		}
-		p.table.store(f, evicted(now.ref()))
-		p.noteWasted(f)
-		res.Clean++
-		res.Dropped++
-		return true, false
-	}
-	if now != entryBusy {
-		p.noteFate(b, i, fateSkip, drop)
-		if fate == fateEncoded {
-			p.unref(b.after[i].ref())
-		}
-		res.Cancelled++
-		return false, false
-	}
-	if b.tells(i) {
-		p.note(Touch{Frame: f, Write: true, Kind: KindPrivate})
-	}
-	if !drop && (fate == fateZero || fate == fateEqual) {
-		fate = fateAbandon
-	}
-	p.noteFate(b, i, fate, drop)
-	switch fate {
-	case fateEncoded:
-		p.kept++
-		p.stats.noteStored(b.stored[i])
-		res.Encoded++
-		res.Bytes += units.Bytes(b.stored[i].Size)
-		if !drop || b.mode.stay {
-			p.table.store(f, clean(b.after[i].ref()))
-			return false, false
-		}
-		p.table.store(f, b.after[i])
-	case fateZero:
-		p.table.store(f, entryZero)
-		res.Zeros++
-	case fateEqual:
-		p.table.store(f, entryTemplate)
-		res.Equal++
-	case fateKeep:
-		p.table.store(f, b.after[i])
-		res.Kept++
-		return false, true
-	case fateAbandon, fateSkip, fateClean, fateFill:
-		p.table.store(f, b.before[i])
-		res.Abandoned++
-		return false, true
-	}
-	res.Dropped++
-	return true, false
 }

@@ -152,7 +152,7 @@ func TestAFailureThatNobodyCanRepairKillsTheSandboxByName(t *testing.T) {
 		},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			r := newRig(t, 64, 1, leaveUnmapped).serve()
+			r := newRig(t, 64, 1, leaveUnmapped, protectRestored).serve()
 			tt.prepare(r)
 			arm(t, tt.point, 0, errInjected)
 			if err := r.vm.Channels[0].SetDeadline(time.Now().Add(200 * time.Millisecond)); err != nil {
@@ -377,6 +377,9 @@ func failArmed(t *testing.T, name string, fn func()) error {
 	}
 	return nil
 }
+
+// protectRestored makes evicted pages that come back Clean, not Loose.
+func protectRestored(o *Options) { o.ProtectRestored = true }
 
 // leaveUnmapped lets faults map template and zero pages that were dropped.
 func leaveUnmapped(o *Options) { o.LeaveUnmapped = true }

@@ -11,11 +11,11 @@ import (
 
 var _ cohort.Reliever = (*Pager)(nil)
 
-// GiveUp gives up the entries of Clean pages, which are in memory too: they become Template,
+// GiveUp gives up the entries of Clean and Loose pages, which are in memory too: they become Template,
 // and are encoded again when a pass comes. It does so until ctx ends and returns how many
 // there were. For a pool that is full, or a host that is short; any goroutine.
 //
-// A sandbox that a pass is working on gives up nothing: the pass drops its Clean pages, which
+// A sandbox that a pass is working on gives up nothing: the pass drops those pages, which
 // makes more room than their entries do.
 func (p *Pager) GiveUp(ctx context.Context) (given int) {
 	p.life.RLock()
@@ -43,12 +43,12 @@ func (p *Pager) GiveUp(ctx context.Context) (given int) {
 	return given
 }
 
-// cleanFrames returns the Clean pages, in ascending order.
+// cleanFrames returns the Clean and Loose pages, in ascending order.
 func (p *Pager) cleanFrames() (frames []units.Frame) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.table.each(func(f units.Frame, e entry) bool {
-		if e.tag() == tagClean {
+		if e.tag() == tagClean || e.tag() == tagLoose {
 			frames = append(frames, f)
 		}
 		return true
@@ -56,7 +56,7 @@ func (p *Pager) cleanFrames() (frames []units.Frame) {
 	return frames
 }
 
-// giveUp gives up the entries of at most BatchPages pages, if they are still Clean.
+// giveUp gives up the entries of at most BatchPages pages, if they still have one.
 func (p *Pager) giveUp(frames []units.Frame) (given int, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -67,7 +67,7 @@ func (p *Pager) giveUp(frames []units.Frame) (given int, err error) {
 	runs := space[:0]
 	for _, f := range frames {
 		e := p.table.load(f)
-		if e.tag() != tagClean {
+		if e.tag() != tagClean && e.tag() != tagLoose {
 			continue
 		}
 		p.table.store(f, entryTemplate)

@@ -119,12 +119,24 @@ var situations = []situation{
 		r.write(f, textPage(2))
 		r.evict()
 		return textPage(2)
-	}, tagEvicted, [3]tag{tagClean, tagTemplate, tagTemplate}, [3]bool{}, false},
+	}, tagEvicted, [3]tag{tagLoose, tagTemplate, tagTemplate}, [3]bool{}, false},
 	{"evicted, hole not mapped", holeFrame, func(r *rig, f units.Frame) *units.Page {
 		r.write(f, textPage(3))
 		r.evict()
 		return textPage(3)
-	}, tagEvicted, [3]tag{tagClean, tagTemplate, tagTemplate}, [3]bool{}, false},
+	}, tagEvicted, [3]tag{tagLoose, tagTemplate, tagTemplate}, [3]bool{}, false},
+	{"loose, private page mapped", pageFrame, func(r *rig, f units.Frame) *units.Page {
+		r.write(f, textPage(4))
+		r.evict()
+		return r.read(f)
+	}, tagLoose, [3]tag{tagLoose, tagLoose, tagLoose}, [3]bool{}, false},
+	{"loose, written", pageFrame, func(r *rig, f units.Frame) *units.Page {
+		r.write(f, textPage(4))
+		r.evict()
+		r.read(f)
+		r.poke(f, token)
+		return poked(f, textPage(4))
+	}, tagLoose, [3]tag{tagLoose, tagLoose, tagLoose}, [3]bool{}, false},
 	{"clean, private page mapped", pageFrame, func(r *rig, f units.Frame) *units.Page {
 		r.write(f, textPage(4))
 		r.evict()
@@ -155,7 +167,9 @@ func TestEveryEventInEveryStateIsServedRight(t *testing.T) {
 	for _, s := range situations {
 		for i, e := range events {
 			t.Run(fmt.Sprintf("%s; %s", s.name, e.name), func(t *testing.T) {
-				r := newRig(t, 64, 2, func(o *Options) { o.FaultAround, o.LeaveUnmapped = 1, !s.mappedBack })
+				r := newRig(t, 64, 2, func(o *Options) {
+					o.FaultAround, o.LeaveUnmapped, o.ProtectRestored = 1, !s.mappedBack, s.state == tagClean
+				})
 				r.server = server
 				r.serve()
 				want := s.make(r, s.frame)

@@ -90,6 +90,11 @@ type Options struct {
 	// are brought back together; 0 is the default, 1 turns it off.
 	EvictedAround int
 
+	// ProtectRestored write-protects evicted pages that come back, unless they will be written:
+	// the first write to each is a fault, and one that was not written is dropped again without
+	// a look at it. It is for measurements.
+	ProtectRestored bool
+
 	// LeaveUnmapped leaves template and zero pages that a pass dropped unmapped: each touch
 	// is a fault. It is for measurements.
 	LeaveUnmapped bool
@@ -112,6 +117,7 @@ type Pager struct {
 	workers *Workers        // immutable
 	around  units.Frame     // immutable
 	leave   bool            // immutable; Options.LeaveUnmapped
+	protect bool            // immutable; Options.ProtectRestored
 	window  units.Frame     // immutable; Options.EvictedAround
 
 	life   sync.RWMutex  // read-held while table and memory are in use outside mu; Close takes it
@@ -162,7 +168,7 @@ func New(o Options) (*Pager, error) {
 	}
 	p := &Pager{
 		name: o.Name, mem: o.Guest, image: o.Image, cohort: o.Cohort, onFatal: o.OnFatal,
-		workers: o.Workers, around: units.Frame(o.FaultAround), table: t, regions: newRegions(o.Guest.Frames()), leave: o.LeaveUnmapped, window: units.Frame(o.EvictedAround), passes: make(chan struct{}, 1),
+		workers: o.Workers, around: units.Frame(o.FaultAround), table: t, regions: newRegions(o.Guest.Frames()), leave: o.LeaveUnmapped, protect: o.ProtectRestored, window: units.Frame(o.EvictedAround), passes: make(chan struct{}, 1),
 		touched: touched, notify: make(chan struct{}, 1), stats: &counters{},
 	}
 	if o.Before != nil {

@@ -34,7 +34,7 @@ func (r RestoreResult) Restored() int { return r.Evicted + r.Shared + r.Private 
 // Restore brings pages back ahead of their use, in the order given, BatchPages at a time;
 // neighbours in a batch go together. What is there already is skipped.
 //
-// Of pages that will only be read, evicted ones become Clean, those of the template and zero
+// Of pages that will only be read, evicted ones become Loose (they keep their entry), those of the template and zero
 // pages are mapped as shared. Those that will be written are installed writable, whatever
 // they were: that saves the write fault and the kernel's copy, and costs a private page and,
 // for an evicted one, its entry if the write does not come.
@@ -197,7 +197,7 @@ func (p *Pager) wants(b *batch, i int) fate {
 			return fateZero
 		}
 		return fateEqual
-	case tagBusy, tagClean, tagKept, tagAhead, tagCount:
+	case tagBusy, tagClean, tagKept, tagAhead, tagLoose, tagCount:
 	}
 	return fateSkip
 }
@@ -249,7 +249,7 @@ func (p *Pager) installsWith(b *batch, j int) bool {
 func (p *Pager) installRun(w *worker, i, j int, res *RestoreResult) (done int, err error) {
 	b := &w.batch
 	write := b.touches[i].Write
-	done, err = p.mem.Copy(b.frames[i], w.pages.Data[i*units.PageSize:j*units.PageSize], !write)
+	done, err = p.mem.Copy(b.frames[i], w.pages.Data[i*units.PageSize:j*units.PageSize], !write && p.protect)
 	for k := i; k < i+done; k++ {
 		p.installed(b, k, write, res)
 	}
@@ -277,7 +277,7 @@ func (p *Pager) installed(b *batch, k int, write bool, res *RestoreResult) {
 		p.table.store(f, b.after[k])
 		p.release(e.ref())
 	} else {
-		p.table.store(f, clean(e.ref()))
+		p.table.store(f, p.back(e.ref()))
 		p.table.mark(f, false)
 	}
 	p.stats.ways[b.stored[k].Way].Add(1)

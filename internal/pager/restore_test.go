@@ -77,7 +77,7 @@ func TestPagesThatWillBeReadAreSharedWhereTheyCanBe(t *testing.T) {
 }
 
 func TestFaultsAreToldInTheirOrderAndTheReaderIsNotified(t *testing.T) {
-	r := newRig(t, 256, 1, func(o *Options) { o.FaultAround, o.LeaveUnmapped = 1, true }).serve()
+	r := newRig(t, 256, 1, protectRestored, func(o *Options) { o.FaultAround, o.LeaveUnmapped = 1, true }).serve()
 	r.write(96, textPage(1))
 	r.write(6, zeroPage())
 	r.evict()

@@ -74,7 +74,7 @@ func TestServingAFaultDoesNotAllocate(t *testing.T) {
 	if raceEnabled {
 		t.Skip("the race detector allocates")
 	}
-	r := newRig(t, 64, 1)
+	r := newRig(t, 64, 1, protectRestored)
 	server := runServer(t)
 	r.server = server
 	r.serve()
@@ -128,7 +128,7 @@ func TestServingAFaultDoesNotAllocate(t *testing.T) {
 }
 
 func TestTouchedFramesAreThoseThatFaulted(t *testing.T) {
-	r := newRig(t, 4096, 1, func(o *Options) { o.FaultAround = 1 }).serve()
+	r := newRig(t, 4096, 1, protectRestored, func(o *Options) { o.FaultAround = 1 }).serve()
 	r.write(4000, textPage(1))
 	r.write(6, textPage(2))
 	if d := cmp.Diff([]Touch{{4000, true, KindZero}, {6, true, KindTemplate}}, r.pager.DrainTouched(nil)); d != "" {
@@ -152,7 +152,7 @@ func TestTouchedFramesAreThoseThatFaulted(t *testing.T) {
 }
 
 func TestAPageRestoredForWritingTakesTheWriteWithoutAFault(t *testing.T) {
-	r := newRig(t, 64, 1).serve()
+	r := newRig(t, 64, 1, protectRestored).serve()
 	for f := units.Frame(5); f < 9; f++ {
 		r.write(f, textPage(uint64(f)))
 	}
@@ -247,7 +247,7 @@ func TestAPageThatDoesNotShrinkIsEncodedOnceUntilItIsWritten(t *testing.T) {
 }
 
 func TestACleanPageIsDroppedWithoutEncoding(t *testing.T) {
-	r := newRig(t, 64, 1).serve()
+	r := newRig(t, 64, 1, protectRestored).serve()
 	r.write(7, textPage(1))
 	r.evict()
 	h := r.pager.table.load(7).ref()

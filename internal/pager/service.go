@@ -114,7 +114,10 @@ func (p *Pager) serve(f guestmem.Fault, w *faultWorker) (outcome, error) {
 	one := guestmem.Run{Start: f.Frame, Pages: 1}
 	e := p.table.load(f.Frame)
 	switch e.tag() {
-	case tagTemplate, tagKept, tagAhead, tagZero:
+	case tagTemplate, tagKept, tagAhead, tagLoose, tagZero:
+		if e.tag() == tagLoose {
+			p.noteUsed(f.Frame)
+		}
 		if f.WP {
 			return outcomeStale, p.mem.Unprotect(one)
 		}
@@ -152,7 +155,7 @@ func (p *Pager) restore(f units.Frame, e entry, write bool, w *faultWorker) (out
 	if err := p.load(&w.page, f, e, w.codec); err != nil {
 		return outcomeDead, err
 	}
-	if _, err := p.mem.Copy(f, w.page[:], !write); err != nil {
+	if _, err := p.mem.Copy(f, w.page[:], !write && p.protect); err != nil {
 		return outcomeDead, p.installError(f, e, err)
 	}
 	p.stats.ways[w.codec.Loaded()].Add(1)
@@ -161,8 +164,16 @@ func (p *Pager) restore(f units.Frame, e entry, write bool, w *faultWorker) (out
 		p.release(e.ref())
 		return outcomeRestoreWrite, nil
 	}
-	p.table.store(f, clean(e.ref()))
+	p.table.store(f, p.back(e.ref()))
 	return outcomeRestore, nil
+}
+
+// back returns the word of a page that is mapped again with the content that r names.
+func (p *Pager) back(r cohort.Ref) entry {
+	if p.protect {
+		return clean(r)
+	}
+	return loose(r)
 }
 
 // load fills dst with the page of an Evicted frame and checks it. The caller holds a

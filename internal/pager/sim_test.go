@@ -105,7 +105,7 @@ func (pl *simPlace) newWorld(seed uint64) (*world, error) {
 	}
 	s.p, err = New(Options{
 		Name: "sim", Guest: s.mem, Image: pl.im, Cohort: pl.cohort, Workers: pl.workers, OnFatal: func(err error) { s.fatal <- err },
-		FaultAround: 1 << s.rng.IntN(5), EvictedAround: 1 << s.rng.IntN(4), LeaveUnmapped: s.rng.IntN(4) == 0,
+		FaultAround: 1 << s.rng.IntN(5), EvictedAround: 1 << s.rng.IntN(4), LeaveUnmapped: s.rng.IntN(4) == 0, ProtectRestored: s.rng.IntN(3) == 0,
 	})
 	if err != nil {
 		return nil, err
@@ -260,7 +260,7 @@ func (s *world) invariants() {
 		switch e.tag() {
 		case tagTemplate, tagZero:
 			bad = bad || protected
-		case tagKept, tagAhead:
+		case tagKept, tagAhead, tagLoose:
 			bad = bad || !isPrivate || protected
 		case tagClean:
 			bad = bad || !isPrivate || !protected
@@ -273,7 +273,7 @@ func (s *world) invariants() {
 			s.fail("frame %d is %v, and mapped %v, private %v, protected %v, marker %v", f, e.tag(), mapped, isPrivate, protected, marker)
 		}
 		if marked, around := s.p.table.unmark(f); marked {
-			if e.tag() != tagClean {
+			if e.tag() != tagClean && e.tag() != tagLoose {
 				s.fail("frame %d is %v and marked as brought ahead", f, e.tag())
 			}
 			s.p.table.mark(f, around)

@@ -190,9 +190,9 @@ func (w *refWords) fill(src *table) (err error) {
 			}
 			w.table.store(f, evicted(r))
 			w.kept++
-		case tagKept, tagAhead:
+		case tagKept, tagAhead, tagLoose:
 			// Not private, or copyComplete would have found it: then it is the image's.
-			invariant.Check(false, "a page that is not private is Kept or Ahead")
+			invariant.Check(false, "a page that is not private is Kept, Ahead or Loose")
 		case tagBusy, tagTemplate, tagCount:
 			err = fmt.Errorf("frame %d is %v after a pass", f, e.tag())
 			return false

@@ -27,7 +27,7 @@ func TestAGuestThatWritesWhileItIsEvictedKeepsEveryByte(t *testing.T) {
 	var rounds uint64
 	var s Stats
 	for try := 0; try < 2 || try < 10 && len(missing()) > 0; try++ { // more on a busy machine
-		r := newRig(t, frames, 4)
+		r := newRig(t, frames, 4, func(o *Options) { o.ProtectRestored = try%2 == 0 })
 		r.server = server
 		r.serve()
 		rounds += r.hammer(frames, time.Second, r.disturb)

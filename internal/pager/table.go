@@ -22,6 +22,7 @@ const (
 	tagClean
 	tagKept
 	tagAhead
+	tagLoose
 	tagCount
 )
 
@@ -41,6 +42,8 @@ func (t tag) String() string {
 		return "kept"
 	case tagAhead:
 		return "ahead"
+	case tagLoose:
+		return "loose"
 	case tagCount:
 	}
 	return "unknown"
@@ -51,7 +54,7 @@ const (
 	refMask = 1<<refBits - 1
 )
 
-// An entry is the table's word of one page: tag and the cohort's Ref (Evicted, Clean) or the
+// An entry is the table's word of one page: tag and the cohort's Ref (Evicted, Clean, Loose) or the
 // low bits of a checksum (Kept, Ahead).
 type entry uint32
 
@@ -60,12 +63,21 @@ func evicted(r cohort.Ref) entry        { return makeEntry(tagEvicted, uint32(r)
 func clean(r cohort.Ref) entry          { return makeEntry(tagClean, uint32(r)) }
 func kept(sum uint32) entry             { return makeEntry(tagKept, sum) }
 func ahead(sum uint32) entry            { return makeEntry(tagAhead, sum) }
+func loose(r cohort.Ref) entry          { return makeEntry(tagLoose, uint32(r)) }
 func (e entry) tag() tag                { return tag(e >> refBits) }
 func (e entry) ref() cohort.Ref         { return cohort.Ref(e & refMask) }
-func (e entry) hasRef() bool            { return e.tag() == tagEvicted || e.tag() == tagClean }
 func (e entry) keptSum(sum uint32) bool { return e == kept(sum) }
+func (e entry) hasRef() bool {
+	return e.tag() == tagEvicted || e.tag() == tagClean || e.tag() == tagLoose
+}
+
 func (e entry) mayBeEncoded() bool {
-	return e.tag() == tagTemplate || e.tag() == tagZero || e.tag() == tagKept || e.tag() == tagAhead
+	switch e.tag() {
+	case tagTemplate, tagZero, tagKept, tagAhead, tagLoose:
+		return true
+	case tagBusy, tagEvicted, tagClean, tagCount:
+	}
+	return false
 }
 
 const (
@@ -330,7 +342,7 @@ func (t *table) store(f units.Frame, e entry) {
 	if invariant.Enabled {
 		invariant.Check(int(f) < t.frames, "a word is stored for a frame of the guest")
 		invariant.Check(e.tag() < tagCount, "a word has a known tag")
-		invariant.Check(!e.hasRef() || e.ref() != 0, "Evicted and Clean have a ref")
+		invariant.Check(!e.hasRef() || e.ref() != 0, "Evicted, Clean and Loose have a ref")
 	}
 	a, _ := t.region(f)
 	if e != entryTemplate {

@@ -95,7 +95,7 @@ func (ws *Workers) newWorker(encodes bool) (*worker, error) {
 	if ws.closed {
 		return nil, ErrClosed
 	}
-	pages, err := hostmem.MapAnonymous(BatchPages * units.PageSize)
+	pages, err := hostmem.MapAnonymous((BatchPages + 1) * units.PageSize)
 	if err != nil {
 		return nil, fmt.Errorf("make a place for bulk work: %w", err)
 	}
@@ -123,7 +123,7 @@ func (ws *Workers) Close() error {
 	return errors.Join(errs...)
 }
 
-// page returns the i-th page of the buffer.
+// page returns the i-th page of the buffer; BatchPages is one beyond the batch's.
 func (w *worker) page(i int) *units.Page {
 	return (*units.Page)(w.pages.Data[i*units.PageSize : (i+1)*units.PageSize])
 }

@@ -213,7 +213,7 @@ func (f *benchRestoreFlags) config(d *daemon.Daemon, isolation cohort.Isolation,
 		},
 		Fleet: func(v restores.Variant) bench.FleetFactory {
 			o := options
-			o.NoPrefetch = v.NoPrefetch
+			o.NoPrefetch, o.Without = v.NoPrefetch, v.Without
 			return d.Fleets(o)
 		},
 		Colony: d.Colonies(options),
@@ -226,7 +226,7 @@ func (f *benchRestoreFlags) config(d *daemon.Daemon, isolation cohort.Isolation,
 	}
 	if f.ablation == "on" {
 		cfg.Ablation = restores.Ablation{
-			Variants: []restores.Variant{{Name: "all"}, {Name: "nothing ahead", NoPrefetch: true}},
+			Variants: restores.Variants(),
 			Plans:    shortPlans(plans, ablationSandboxes, ablationCalls), GapScale: min(f.gapScale, ablationGapScale),
 		}
 	}

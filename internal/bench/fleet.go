@@ -62,9 +62,9 @@ type Box interface {
 
 // An Announcer is a Box that can be told early that a call comes.
 type Announcer interface {
-	// Announce says that the model has named the tool of its next call, by the kind of
-	// command; the call follows as soon as it is written out. It does not wait for anything.
-	Announce(kind string)
+	// Announce says that the model has named the tool of its next call, as it was recorded:
+	// "Bash", not which command. The call follows when it is written out. It waits for nothing.
+	Announce(tool string)
 }
 
 // A CallSpec is one tool call as the sandbox gets it.

@@ -148,8 +148,8 @@ type hearing struct {
 	begin time.Time
 }
 
-func (h hearing) Announce(kind string) {
-	*h.heard = append(*h.heard, fmt.Sprintf("%s at %v", kind, time.Since(h.begin)))
+func (h hearing) Announce(tool string) {
+	*h.heard = append(*h.heard, fmt.Sprintf("%s at %v", tool, time.Since(h.begin)))
 }
 
 // hearingFleet makes such sandboxes.
@@ -169,7 +169,7 @@ func TestCallsAreAnnouncedWithTheLeadThatWasRecorded(t *testing.T) {
 		p := plans(1, 3)
 		steps := p[0].Trajectory.Steps
 		for i := range steps {
-			steps[i].Kind, steps[i].Lead = traj.Read, time.Second
+			steps[i].Kind, steps[i].Tool, steps[i].Lead = traj.Python, "Bash", time.Second
 		}
 		steps[2].Lead = 20 * time.Second // longer than the gap: at its beginning
 		var heard []string
@@ -179,7 +179,7 @@ func TestCallsAreAnnouncedWithTheLeadThatWasRecorded(t *testing.T) {
 		if err := Replay(t.Context(), cfg); err != nil {
 			t.Fatal(err)
 		}
-		want := []string{"read at 9s", "read at 20.1s", "read at 22.2s"} // calls at 10, 21.1 and 32.2 s, each 1.1 s long
+		want := []string{"Bash at 9s", "Bash at 20.1s", "Bash at 22.2s"} // calls at 10, 21.1 and 32.2 s, each 1.1 s long
 		if d := cmp.Diff(want, heard); d != "" {
 			t.Errorf("announced (-want +got):\n%s", d)
 		}

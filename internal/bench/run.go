@@ -225,7 +225,7 @@ func (r *run) think(ctx context.Context, l *lane, i int, box Box, looked time.Du
 	if !sleep(ctx, gap-lead) {
 		return false
 	}
-	hearer.Announce(string(l.plan.Trajectory.Steps[i].Kind))
+	hearer.Announce(l.plan.Trajectory.Steps[i].Tool)
 	return sleep(ctx, lead)
 }
 

@@ -151,7 +151,7 @@ func (f *fleet) Counters() bench.Counters {
 			c.IntegrityFailures = append(c.IntegrityFailures, fmt.Sprintf("sandbox %s: %d encodings did not decode to their page", b.ID(), st.Mismatches))
 		}
 	}
-	c.Prefetchers = f.prefetchers(c.Faults[report.KindEvicted])
+	c.Prefetchers = f.prefetchers(c.Faults[report.KindEvicted] + c.Faults[report.KindZero] + c.Faults[report.KindTemplate])
 	return c
 }
 
@@ -255,8 +255,8 @@ func (b *box) Run(ctx context.Context, spec bench.CallSpec) (bench.CallResult, e
 }
 
 // Announce passes on that the model has named the tool of its next call.
-func (b *box) Announce(kind string) {
-	b.Sandbox.Signal(policy.Signal{Kind: policy.SignalToolName, Tool: kind})
+func (b *box) Announce(tool string) {
+	b.Sandbox.Signal(policy.Signal{Kind: policy.SignalToolName, Tool: tool})
 }
 
 // Usage converts the sandbox's own account.

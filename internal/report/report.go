@@ -247,7 +247,7 @@ type Prefetcher struct {
 	Restored uint64  `json:"restored"` // pages brought back
 	HeldOut  uint64  `json:"held_out"` // pages left out to learn what they are worth
 	Missed   uint64  `json:"missed"`   // of them faulted
-	Faults   uint64  `json:"faults"`   // of all pages that were evicted when touched; the same for every source
+	Faults   uint64  `json:"faults"`   // on all pages that were not there when touched; the same for every source
 	Share    float64 `json:"share"`    // of the budget, at the end
 }
 

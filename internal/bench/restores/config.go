@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/agentzip/agentzip/internal/bench"
+	"github.com/agentzip/agentzip/internal/prefetch"
 	"github.com/agentzip/agentzip/internal/report"
 	"github.com/agentzip/agentzip/internal/traj"
 )
@@ -25,10 +26,20 @@ type Config struct {
 
 // A Variant is one configuration of the prefetching.
 type Variant struct {
-	Name       string   // of the row
-	Without    []string // prefetchers that are off
-	NoPrefetch bool     // nothing is restored ahead
-	Signals    bool     // calls are announced when the model has named their tool
+	Name       string           // of the row
+	Without    prefetch.Sources // prefetchers that are off
+	NoPrefetch bool             // nothing is restored ahead
+	Signals    bool             // calls are announced when the model has named their tool
+}
+
+// Variants lists what an ablation compares: everything, each prefetcher off, nothing ahead, and
+// everything with signals.
+func Variants() []Variant {
+	all := []Variant{{Name: "all"}}
+	for s := range prefetch.NumSources {
+		all = append(all, Variant{Name: "without " + s.String(), Without: prefetch.Only(s)})
+	}
+	return append(all, Variant{Name: "nothing ahead", NoPrefetch: true}, Variant{Name: "all, signals", Signals: true})
 }
 
 // A Colony is sandboxes of one cohort, with compression. It is used from one goroutine but

@@ -8,12 +8,15 @@ import (
 	"fmt"
 	"maps"
 	"path/filepath"
+	"runtime"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/gateway/lifecycle"
 	"github.com/agentzip/agentzip/internal/guestlink"
+	"github.com/agentzip/agentzip/internal/sandbox"
 	"github.com/agentzip/agentzip/internal/template"
 )
 
@@ -40,6 +43,11 @@ type Backend struct {
 	daemon *Daemon        // immutable
 	opts   BackendOptions // immutable
 
+	// places bounds the clones that are made at once: more of them would only make
+	// each slower. Those that wait for a client go before those for later.
+	places  chan struct{}
+	waiting atomic.Int64 // clients that wait for a clone
+
 	mu      sync.Mutex
 	cohorts map[domain]*shared // guarded by mu
 	recent  []domain           // guarded by mu; those with warm sandboxes, the latest first
@@ -49,7 +57,7 @@ type Backend struct {
 
 // NewBackend returns a backend that makes sandboxes in d.
 func (d *Daemon) NewBackend(o BackendOptions) *Backend {
-	return &Backend{daemon: d, opts: o, cohorts: map[domain]*shared{}}
+	return &Backend{daemon: d, opts: o, places: make(chan struct{}, max(2, runtime.NumCPU())), cohorts: map[domain]*shared{}}
 }
 
 // Templates lists the templates of the host.
@@ -152,12 +160,40 @@ func (b *Backend) start(ctx context.Context, at domain, spec lifecycle.Spec) (li
 			drop(b.daemon.log, sb)
 		}
 	}
-	sb, err := b.daemon.Clone(ctx, CloneOptions{ID: spec.ID, Template: at.template, Cohort: s.cohort, Settings: to})
+	sb, err := b.clone(ctx, CloneOptions{ID: spec.ID, Template: at.template, Cohort: s.cohort, Settings: to})
 	if err != nil {
 		leave()
 		return nil, err
 	}
 	return &guest{Sandbox: sb, leave: leave}, nil
+}
+
+// clone makes a sandbox when it is its turn.
+func (b *Backend) clone(ctx context.Context, o CloneOptions) (*sandbox.Sandbox, error) {
+	b.waiting.Add(1)
+	defer b.waiting.Add(-1)
+	select {
+	case b.places <- struct{}{}:
+		defer func() { <-b.places }()
+	case <-ctx.Done():
+		return nil, fmt.Errorf("wait for the turn to clone: %w", ctx.Err())
+	}
+	return b.daemon.Clone(ctx, o)
+}
+
+// warmYield is how often the making of a warm sandbox looks whether clients still wait.
+const warmYield = 100 * time.Millisecond
+
+// spare makes a sandbox for later, when no client waits for one.
+func (b *Backend) spare(ctx context.Context, o CloneOptions) (*sandbox.Sandbox, error) {
+	for b.waiting.Load() > 0 {
+		select {
+		case <-time.After(warmYield):
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	return b.daemon.Clone(ctx, o)
 }
 
 // settingsOf is what the guest is told about itself.

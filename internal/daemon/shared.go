@@ -92,7 +92,7 @@ func (b *Backend) open(ctx context.Context, at domain, s *shared) error {
 	s.warm = vmm.NewWarm(vmm.WarmOptions[*sandbox.Sandbox]{
 		Log: b.daemon.log,
 		Make: func(ctx context.Context) (*sandbox.Sandbox, error) {
-			return b.daemon.Clone(ctx, CloneOptions{Template: at.template, Cohort: s.cohort})
+			return b.spare(ctx, CloneOptions{Template: at.template, Cohort: s.cohort})
 		},
 		Drop:  func(sb *sandbox.Sandbox) { drop(b.daemon.log, sb) },
 		Alive: func(sb *sandbox.Sandbox) bool { return sb.Cause() == nil },

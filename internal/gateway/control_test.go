@@ -92,8 +92,16 @@ func TestALifeByTheRoutesOfBothGenerations(t *testing.T) {
 		}
 		r.want(204, r.do("DELETE", "/sandboxes/"+b.ID, nil))
 		for _, probe := range [][2]string{
-			{"DELETE", ""}, {"GET", ""}, {"POST", "/connect"}, {"POST", "/pause"}, {"POST", "/timeout"},
-			{"GET", "/metrics"}, {"PUT", "/network"}, {"POST", "/snapshots"}, {"POST", "/fork"}, {"POST", "/resume"},
+			{"DELETE", ""},
+			{"GET", ""},
+			{"POST", "/connect"},
+			{"POST", "/pause"},
+			{"POST", "/timeout"},
+			{"GET", "/metrics"},
+			{"PUT", "/network"},
+			{"POST", "/snapshots"},
+			{"POST", "/fork"},
+			{"POST", "/resume"},
 		} {
 			a := r.want(404, r.do(probe[0], "/sandboxes/"+b.ID+probe[1], object{"timeout": 1}))
 			if !strings.Contains(string(a.body), "killed") {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net/http"
 	"strings"
 	"testing"
@@ -184,9 +185,7 @@ type object = map[string]any
 func (r *rig) create(extra object) box {
 	r.t.Helper()
 	body := object{"templateID": "base"}
-	for k, v := range extra {
-		body[k] = v
-	}
+	maps.Copy(body, extra)
 	var b box
 	r.want(201, r.do("POST", "/v2/sandboxes", body)).json(r.t, &b)
 	return b

@@ -196,9 +196,10 @@ func TestStreamsAndWebSocketsAreNotBuffered(t *testing.T) {
 	resp.Body.Close()
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
-	ws, _, err := websocket.Dial(ctx, r.server.URL()+"/socket", &websocket.DialOptions{
-		HTTPClient: r.client, HTTPHeader: http.Header{"E2b-Sandbox-Id": {b.ID}, "E2b-Sandbox-Port": {"8080"}},
-	})
+	ws, _, err := websocket.Dial( //nolint:bodyclose // the library's: it need not be closed
+		ctx, r.server.URL()+"/socket", &websocket.DialOptions{
+			HTTPClient: r.client, HTTPHeader: http.Header{"E2b-Sandbox-Id": {b.ID}, "E2b-Sandbox-Port": {"8080"}},
+		})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -133,9 +134,7 @@ func (s *Server) open(o Options) error {
 // that name no template ask for it.
 func (s *Server) aliases() (map[string]string, error) {
 	aliases := map[string]string{}
-	for k, v := range s.config.Aliases {
-		aliases[k] = v
-	}
+	maps.Copy(aliases, s.config.Aliases)
 	if s.config.Template != "" {
 		if _, err := s.backend.Template(s.config.Template); err != nil {
 			return nil, fmt.Errorf("template %q: %w", s.config.Template, err)
@@ -207,7 +206,7 @@ func (s *Server) Listen(ctx context.Context) error {
 	err := errors.Join(failed...)
 	if len(s.listeners) == 0 || errors.Is(err, errInUse) {
 		for _, l := range s.listeners {
-			l.Close()
+			_ = l.Close() // it is given up
 		}
 		return fmt.Errorf("listen on port %d: %w", s.config.Port, err)
 	}
@@ -234,10 +233,10 @@ func (s *Server) Run(ctx context.Context) error {
 	}
 	s.log.Info("stopping", "sandboxes", s.config.OnExit)
 	for _, l := range s.listeners {
-		l.Close()
+		_ = l.Close() // it is given up
 	}
 	s.api.Close()
-	closed := s.fleet.Close(s.config.OnExit == OnExitPause)
+	closed := s.fleet.Close(s.config.OnExit == OnExitPause) //nolint:contextcheck // ctx has ended
 	drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), drainTime)
 	defer cancel()
 	if err := s.http.Shutdown(drain); err != nil {
@@ -318,7 +317,7 @@ func (p *placed) Close() error {
 // Close ends a Server that was opened and does not run.
 func (s *Server) Close() error {
 	for _, l := range s.listeners {
-		l.Close()
+		_ = l.Close() // it is given up
 	}
 	s.admin.close()
 	s.api.Close()

@@ -58,7 +58,7 @@ func (a *API) classify(r *http.Request, err error) *apiError {
 			continue
 		}
 		// "not found, being killed": to all but connect it is not there any more.
-		if s.err == lifecycle.ErrKilling && errors.Is(err, lifecycle.ErrNotFound) {
+		if s.status == http.StatusConflict && errors.Is(err, lifecycle.ErrKilling) && errors.Is(err, lifecycle.ErrNotFound) {
 			continue
 		}
 		return &apiError{status: s.status, message: err.Error(), retry: s.retry}

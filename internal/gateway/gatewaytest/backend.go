@@ -12,6 +12,7 @@ import (
 	"maps"
 	"net"
 	"net/http"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -277,7 +278,7 @@ func (s *Sandbox) SetInternet(_ context.Context, open bool) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.memory["internet"] = fmt.Sprint(open)
+	s.memory["internet"] = strconv.FormatBool(open)
 	return nil
 }
 

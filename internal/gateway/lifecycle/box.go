@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"sync"
 	"time"
 
@@ -25,10 +24,6 @@ var (
 // opLimit bounds an operation of the backend. Clients give up after 60 s; an
 // operation that takes longer than twice that is stuck.
 const opLimit = 2 * time.Minute
-
-// pauseRetry is how long an automatic pause that could not be done now waits for
-// its next attempt. Longer: an expired sandbox stays longer; shorter: a full disk is asked more often.
-const pauseRetry = 2 * time.Second
 
 // A Box is one sandbox as clients know it. Safe for concurrent use.
 type Box struct {
@@ -170,7 +165,7 @@ func (b *Box) Pause(ctx context.Context, memory bool) error {
 			return err
 		}
 	}
-	return b.pause(memory)
+	return b.pause(memory) //nolint:contextcheck // it outlives its caller
 }
 
 // pause pauses a box that is running now. Caller holds mu, which is given up.
@@ -257,7 +252,7 @@ func (b *Box) Connect(ctx context.Context, w Wake) (Connected, error) {
 			b.mu.Unlock()
 			return Connected{View: v}, nil
 		case Paused:
-			return b.resume(w)
+			return b.resume(w) //nolint:contextcheck // it outlives its caller
 		case Killing:
 			b.mu.Unlock()
 			return Connected{}, ErrKilling
@@ -329,88 +324,6 @@ func (b *Box) run(sb Sandbox, timeout time.Duration) {
 func (b *Box) save() {
 	if err := b.fleet.store.PutLater(store.Sandboxes, b.id, b.rec); err != nil {
 		b.fleet.log.Error("write record", "sandbox", b.id, "err", err)
-	}
-}
-
-// arm sets the timer to the end of the time to live. Caller holds mu.
-func (b *Box) arm() {
-	wait := max(0, b.rec.End.Sub(b.fleet.now()))
-	if b.timer == nil {
-		b.timer = time.AfterFunc(wait, b.expire)
-		return
-	}
-	b.timer.Reset(wait)
-}
-
-func (b *Box) stopTimer() {
-	if b.timer != nil {
-		b.timer.Stop()
-	}
-}
-
-// extend moves the end of the time to live, later only. Caller holds mu.
-func (b *Box) extend(timeout time.Duration) {
-	if end := b.fleet.now().Add(timeout); end.After(b.rec.End) {
-		b.rec.End = end
-		b.arm()
-		b.save()
-	}
-}
-
-// SetTimeout moves the end of the time to live to timeout from now. With
-// onlyLater it never comes nearer.
-func (b *Box) SetTimeout(timeout time.Duration, onlyLater bool) error {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if err := b.absent(); err != nil {
-		return err
-	}
-	if b.state != Running && b.state != Copying {
-		return ErrNotReady
-	}
-	if onlyLater {
-		b.extend(timeout)
-		return nil
-	}
-	b.rec.End = b.fleet.now().Add(max(0, timeout))
-	b.arm()
-	b.save()
-	return nil
-}
-
-// expire is the timer: the time to live may be over.
-func (b *Box) expire() {
-	b.mu.Lock()
-	if b.state == Copying { // soon over; the copy shall not lose its source
-		b.timer.Reset(50 * time.Millisecond)
-		b.mu.Unlock()
-		return
-	}
-	if b.state != Running {
-		b.mu.Unlock()
-		return
-	}
-	if b.rec.End.After(b.fleet.now()) {
-		b.arm()
-		b.mu.Unlock()
-		return
-	}
-	if !b.rec.AutoPause {
-		b.mu.Unlock()
-		if err := b.Kill(CauseTimeout); err != nil && !errors.Is(err, ErrNotFound) {
-			b.fleet.log.Error("kill expired sandbox", "sandbox", b.id, "err", err)
-		}
-		return
-	}
-	err := b.pause(b.rec.AutoMemory)
-	if err == nil || errors.Is(err, ErrNotFound) || errors.Is(err, ErrPaused) {
-		return
-	}
-	b.fleet.log.Error("pause expired sandbox", "sandbox", b.id, "err", err)
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.state == Running {
-		b.timer.Reset(pauseRetry)
 	}
 }
 
@@ -496,7 +409,7 @@ func (b *Box) copying(ctx context.Context, f func(context.Context, *Live, store.
 	op, done := b.begin()
 	b.mu.Unlock()
 	defer done()
-	err := f(op, live, rec)
+	err := f(op, live, rec) //nolint:contextcheck // it outlives its caller
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.state != Copying { // killed or died meanwhile
@@ -523,11 +436,4 @@ func (b *Box) SetNetwork(ctx context.Context, n *store.Network, open *bool) erro
 		b.save()
 		return nil
 	})
-}
-
-// clone returns a record for a fork: the same policies, its own identity.
-func clone(rec store.Sandbox, id string, now time.Time, timeout time.Duration) store.Sandbox {
-	rec.ID, rec.Started, rec.Timeout = id, now, timeout
-	rec.Metadata, rec.Env = maps.Clone(rec.Metadata), maps.Clone(rec.Env)
-	return rec
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"time"
 
 	"github.com/agentzip/agentzip/internal/gateway/store"
@@ -104,7 +105,8 @@ func (f *Fleet) Acquire(ctx context.Context, id string, wake func(View) error, m
 				continue
 			}
 			if b.state == Paused {
-				if _, err := b.resume(Wake{Timeout: max(b.rec.Timeout, minimum)}); err != nil && !errors.Is(err, ErrKilling) {
+				_, err := b.resume(Wake{Timeout: max(b.rec.Timeout, minimum)}) //nolint:contextcheck // it outlives its caller
+				if err != nil && !errors.Is(err, ErrKilling) {
 					return nil, err
 				}
 				b.mu.Lock()
@@ -122,4 +124,11 @@ func (f *Fleet) Acquire(ctx context.Context, id string, wake func(View) error, m
 // known yet whether its memory is kept.
 func (v View) wakes() bool {
 	return v.AutoResume && (v.State == Pausing || v.MemoryKept)
+}
+
+// clone returns a record for a fork: the same policies, its own identity.
+func clone(rec store.Sandbox, id string, now time.Time, timeout time.Duration) store.Sandbox {
+	rec.ID, rec.Started, rec.Timeout = id, now, timeout
+	rec.Metadata, rec.Env = maps.Clone(rec.Metadata), maps.Clone(rec.Env)
+	return rec
 }

@@ -164,7 +164,7 @@ func (f *Fleet) Create(_ context.Context, rec store.Sandbox) (View, error) {
 	b.mu.Unlock()
 	defer done()
 	f.add(b)
-	sb, err := f.backend.Start(ctx, f.spec(rec))
+	sb, err := f.backend.Start(ctx, f.spec(rec)) //nolint:contextcheck // it outlives its caller
 	return f.born(b, sb, err)
 }
 

@@ -30,7 +30,7 @@ func resetOnAbort(r *http.Request, forwarding context.Context, answered *bool) {
 		e = http.ErrAbortHandler // the copy may have ended without an error
 	}
 	if err, ok := e.(error); ok && errors.Is(err, http.ErrAbortHandler) {
-		Reset(r.Context())
+		Reset(r.Context()) //nolint:contextcheck // it holds the connection, which is all that is asked of it
 	}
 	panic(e)
 }

@@ -218,7 +218,7 @@ const (
 func (p *Proxy) forward(w http.ResponseWriter, r *http.Request, t Target, live *lifecycle.Live) {
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
-	stop := context.AfterFunc(live.Context(), func() { cancel(lifecycle.ErrCut) })
+	stop := context.AfterFunc(live.Context(), func() { cancel(lifecycle.ErrCut) }) //nolint:contextcheck // the VM's lifetime
 	defer stop()
 	kind := ""
 	if t.Port == AgentPort {
@@ -235,7 +235,7 @@ func (p *Proxy) forward(w http.ResponseWriter, r *http.Request, t Target, live *
 	if r.Body != nil && r.Body != http.NoBody {
 		r.Body = countedBody{r.Body, win}
 	}
-	var transport http.RoundTripper = live.Sandbox.Agent()
+	transport := live.Sandbox.Agent()
 	if t.Port != AgentPort {
 		transport = &http.Transport{
 			DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {

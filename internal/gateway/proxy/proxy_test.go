@@ -3,6 +3,7 @@ package proxy
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"io"
 	"net/http"
 	"strings"
@@ -107,7 +108,7 @@ func FuzzParse(f *testing.F) {
 		target, ok, err := Parse(r, func(keys.Signature) (string, bool) { return "", false })
 		switch {
 		case err != nil:
-			e, isRoute := err.(*RouteError)
+			e, isRoute := errors.AsType[*RouteError](err)
 			if !ok || !isRoute || e.Status < 400 || e.Status > 499 {
 				t.Errorf("refused with %v", err)
 			}

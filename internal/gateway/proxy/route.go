@@ -2,7 +2,6 @@ package proxy
 
 import (
 	"fmt"
-	"net"
 	"net/http"
 	"net/url"
 	"regexp"
@@ -117,12 +116,4 @@ var controlOnly = map[string]bool{
 // are: they would let a client seal or shut down the guest behind our back.
 func hidden(path string) bool {
 	return controlOnly[path] || strings.HasPrefix(path, "/agentzip.") || strings.HasPrefix(path, "/agentzip/")
-}
-
-// hostOnly returns host without its port.
-func hostOnly(hostport string) string {
-	if h, _, err := net.SplitHostPort(hostport); err == nil {
-		return h
-	}
-	return hostport
 }

@@ -196,10 +196,19 @@ func (w *watch) handle(wd int32, mask uint32, name string, emit func(*fspb.Files
 			w.unannounce(below)
 			return nil
 		}
-		if err := w.send(emit, below, fspb.EventType_EVENT_TYPE_CREATE); err != nil || !dir || !w.recursive {
+		enter := dir && w.recursive
+		if enter && mask&unix.IN_MOVED_TO != 0 {
+			// What it holds is not reported, so it is watched first: else what a
+			// client writes into it as soon as it hears of it would be lost.
+			if err := w.add(below, nil); err != nil {
+				return err
+			}
+			enter = false
+		}
+		if err := w.send(emit, below, fspb.EventType_EVENT_TYPE_CREATE); err != nil || !enter {
 			return err
 		}
-		return w.enter(below, mask&unix.IN_CREATE != 0, emit)
+		return w.enter(below, emit)
 	case mask&unix.IN_MODIFY != 0:
 		return w.send(emit, below, fspb.EventType_EVENT_TYPE_WRITE)
 	case mask&unix.IN_DELETE != 0:
@@ -221,12 +230,9 @@ func (w *watch) unannounce(below string) {
 	delete(w.before, below)
 }
 
-// enter watches a new folder. In one that was just made, what is already in it
-// was made after it, and nobody would report it.
-func (w *watch) enter(below string, made bool, emit func(*fspb.FilesystemEvent) error) error {
-	if !made {
-		return w.add(below, nil)
-	}
+// enter watches a folder that was just made: what is already in it was made after it,
+// and nobody else would report it.
+func (w *watch) enter(below string, emit func(*fspb.FilesystemEvent) error) error {
 	var failed error
 	err := w.add(below, func(child string, _ bool) {
 		if failed != nil || w.announced[child] {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -36,10 +37,10 @@ func TestPassesCancelledAtRandomMicrosecondsLoseNothingAndEndSoon(t *testing.T) 
 // counting counts calls.
 type counting struct {
 	Memory
-	unprotects int
+	unprotects atomic.Int64 // the fault threads count too
 }
 
-func (c *counting) Unprotect(r guestmem.Run) error { c.unprotects++; return c.Memory.Unprotect(r) }
+func (c *counting) Unprotect(r guestmem.Run) error { c.unprotects.Add(1); return c.Memory.Unprotect(r) }
 
 func TestACancelledBatchIsUnprotectedInOneGo(t *testing.T) {
 	c := &counting{}
@@ -55,11 +56,11 @@ func TestACancelledBatchIsUnprotectedInOneGo(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	h.afterRead = cancel
-	before := c.unprotects
+	before := c.unprotects.Load()
 	if res, err := r.pager.Evict(ctx); !errors.Is(err, context.Canceled) || res.Abandoned < 60 {
 		t.Errorf("cancelled pass: %+v, %v", res, err)
 	}
-	if got := c.unprotects - before; got > 3 {
+	if got := c.unprotects.Load() - before; got > 3 {
 		t.Errorf("%d calls to unprotect a batch with one protected page in the middle", got)
 	}
 	protected := r.pager.Counts().Protected

@@ -89,7 +89,7 @@ type CallResult struct {
 
 	Ways     map[string]FaultCost // restores that faults waited for, by how the page was kept
 	Kinds    map[string]FaultCost // of them by kind, without the stale ones; nil without compression
-	Ahead    uint64               // pages restored ahead meanwhile
+	Ahead    uint64               // pages restored ahead since the call before
 	Progress []StallAt            // how the stall grew, in order; empty where nobody looked
 }
 

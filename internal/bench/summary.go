@@ -235,8 +235,7 @@ func latenciesOf(runs []*run) map[string]report.Histogram {
 	return all
 }
 
-// prefetchersOf adds up what the sources of guesses did in the runs with compression. The
-// share of the budget is that of the last run.
+// prefetchersOf adds up what the sources of guesses did in the runs with compression.
 func prefetchersOf(runs []*run) []report.Prefetcher {
 	var all []report.Prefetcher
 	for _, r := range runs {
@@ -248,7 +247,6 @@ func prefetchersOf(runs []*run) []report.Prefetcher {
 			}
 			x := &all[i]
 			x.Restored, x.HeldOut, x.Missed, x.Faults = x.Restored+p.Restored, x.HeldOut+p.HeldOut, x.Missed+p.Missed, x.Faults+p.Faults
-			x.Share = p.Share
 		}
 	}
 	return all

@@ -60,6 +60,7 @@ type box struct {
 	*sandbox.Sandbox
 
 	closed atomic.Bool
+	ahead  int64 // owned by Run's caller; pages restored ahead until the last call's end
 }
 
 // Close kills the sandbox. From then on it costs nothing and no longer counts

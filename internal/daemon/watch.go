@@ -48,7 +48,8 @@ func (b *box) watchStall() func(*bench.CallResult) {
 		looking.Wait()
 		after, _ := b.Pager()
 		res.Progress = append(points, bench.StallAt{After: time.Since(begin), Stall: after.Stall - before.Stall})
-		res.Ahead = uint64(after.Prefetched.Count - before.Prefetched.Count)
+		// Also what was restored before the call came, because somebody had announced it.
+		res.Ahead, b.ahead = uint64(after.Prefetched.Count-b.ahead), after.Prefetched.Count
 		res.Ways = waysSince(before, after)
 		res.Kinds = map[string]bench.FaultCost{
 			report.KindEvicted:   cost(before.Blocking, after.Blocking),

@@ -218,7 +218,7 @@ type Call struct {
 	Class    string               `json:"class,omitempty"`    // kind of command, as the trajectory has it
 	Kinds    map[string]FaultCost `json:"kinds,omitempty"`    // the faults by kind; without the stale ones
 	Ways     map[string]FaultCost `json:"ways,omitempty"`     // faults on evicted pages, by how the page was kept
-	Ahead    uint64               `json:"ahead,omitempty"`    // pages restored ahead meanwhile
+	Ahead    uint64               `json:"ahead,omitempty"`    // pages restored ahead since the call before
 	Progress []StallAt            `json:"progress,omitempty"` // how the stall grew; from the dispatch on
 }
 
@@ -243,12 +243,11 @@ const AllPrefetchers = "all"
 // share of what it would restore: of those held out, the share that then faulted is what
 // its restores are worth.
 type Prefetcher struct {
-	Name     string  `json:"name"`
-	Restored uint64  `json:"restored"` // pages brought back
-	HeldOut  uint64  `json:"held_out"` // pages left out to learn what they are worth
-	Missed   uint64  `json:"missed"`   // of them faulted
-	Faults   uint64  `json:"faults"`   // on all pages that were not there when touched; the same for every source
-	Share    float64 `json:"share"`    // of the budget, at the end
+	Name     string `json:"name"`
+	Restored uint64 `json:"restored"` // pages brought back
+	HeldOut  uint64 `json:"held_out"` // pages left out to learn what they are worth
+	Missed   uint64 `json:"missed"`   // of them faulted
+	Faults   uint64 `json:"faults"`   // on all pages that were not there when touched; the same for every source
 }
 
 // Accuracy is the share of held-out pages that were touched; ok is false if too few were

@@ -67,9 +67,9 @@ func (f *fakeFleet) Counters() bench.Counters {
 			report.KindCancel:    uniform(3, 400*time.Microsecond),
 		},
 		Prefetchers: []report.Prefetcher{
-			{Name: report.AllPrefetchers, Restored: 1000, HeldOut: 50, Missed: 40, Faults: 200, Share: 1},
-			{Name: "hot set", Restored: 600, HeldOut: 40, Missed: 36, Faults: 200, Share: 0.7},
-			{Name: "stride", Restored: 5, HeldOut: 2, Faults: 200, Share: 0.1},
+			{Name: report.AllPrefetchers, Restored: 1000, HeldOut: 50, Missed: 40, Faults: 200},
+			{Name: "hot set", Restored: 600, HeldOut: 40, Missed: 36, Faults: 200},
+			{Name: "stride", Restored: 5, HeldOut: 2, Faults: 200},
 		},
 	}
 }

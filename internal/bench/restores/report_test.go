@@ -54,8 +54,8 @@ func golden() *Report {
 				report.KindEvicted: blocking, report.KindPage: page, report.KindPrefetched: uniform(100, 300*time.Microsecond), report.KindCancel: uniform(9, 400*time.Microsecond),
 			},
 			Prefetchers: []report.Prefetcher{
-				{Name: report.AllPrefetchers, Restored: 1329, HeldOut: 100, Missed: 78, Faults: 78, Share: 1},
-				{Name: "stride", Restored: 10, HeldOut: 3, Missed: 1, Faults: 78, Share: 0.02},
+				{Name: report.AllPrefetchers, Restored: 1329, HeldOut: 100, Missed: 78, Faults: 78},
+				{Name: "stride", Restored: 10, HeldOut: 3, Missed: 1, Faults: 78},
 			},
 		},
 		Where: whereOf([]report.Run{{Mode: "on", Calls: calls}}),

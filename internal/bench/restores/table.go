@@ -130,11 +130,11 @@ func (r *Report) prefetchers(b *bytes.Buffer) {
 	}
 	b.WriteString("\nprefetchers: accuracy is the share of pages left out on purpose that were then touched\n")
 	t := grid(b)
-	fmt.Fprint(t, "source\trestored\tleft out\tof them touched\taccuracy\tcoverage\tof the budget\t\n")
+	fmt.Fprint(t, "source\trestored\tleft out\tof them touched\taccuracy\tcoverage\t\n")
 	for _, p := range r.Main.Prefetchers {
 		a, aok := p.Accuracy()
 		c, cok := p.Coverage()
-		fmt.Fprintf(t, "%s\t%d\t%d\t%d\t%s\t%s\t%s\t\n", p.Name, p.Restored, p.HeldOut, p.Missed, report.Percent(a, aok), report.Percent(c, cok), report.Percent(p.Share, p.Share > 0))
+		fmt.Fprintf(t, "%s\t%d\t%d\t%d\t%s\t%s\t\n", p.Name, p.Restored, p.HeldOut, p.Missed, report.Percent(a, aok), report.Percent(c, cok))
 	}
 	_ = t.Flush() // a buffer does not fail
 }
@@ -157,7 +157,7 @@ func (r *Report) ablation(b *bytes.Buffer) {
 			times(x.Latency), wholePercent(x.Coverage, x.Coverage > 0), wholePercent(x.Accuracy, x.Accuracy > 0))
 	}
 	_ = t.Flush() // a buffer does not fail
-	b.WriteString("blocked: of the pages brought back during calls, the share that a fault waited for.\n")
+	b.WriteString("blocked: of the pages brought back for calls, the share that a fault waited for.\n")
 }
 
 // write prints each sandbox of the storm.

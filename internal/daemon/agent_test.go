@@ -163,10 +163,14 @@ func TestClonesOfTheCodeInterpreterRunAtOnceAndAlone(t *testing.T) { //nolint:pa
 				t.Errorf("after it was switched on: %q", out)
 			}
 		}
-		begin := time.Now()
 		client := toPort(t, s, 49999)
-		status, text := exchange(t, client, http.MethodPost, "/execute", "application/json", `{"code":"import random, matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show()\nrandom.random()"}`)
-		t.Logf("first cell: %v", time.Since(begin))
+		cell := func(what string) (int, string) {
+			begin := time.Now()
+			defer func() { t.Logf("%s: %v", what, time.Since(begin)) }()
+			return exchange(t, client, http.MethodPost, "/execute", "application/json", `{"code":"import random, matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show()\nrandom.random()"}`)
+		}
+		status, text := cell("first cell with a plot")
+		cell("the same again") // what is above it is the price of being first
 		if status != http.StatusOK || !strings.Contains(text, `"png": "iVBOR`) || !strings.Contains(text, `"chart": {"type": "line"`) {
 			t.Fatalf("%d %.2000s", status, text)
 		}

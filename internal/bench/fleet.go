@@ -108,7 +108,7 @@ type FleetUsage struct {
 	PoolFootprint   units.Bytes // encoded bytes, slack and the pool's own metadata
 	PageTables      units.Bytes // the pagers' page tables and the like
 	Dictionaries    units.Bytes // dictionaries of the cohort
-	Index           units.Bytes // reference index; 0 where there is none
+	Index           units.Bytes // reference index, and what predictors remember; 0 where there is none
 	VMMHeap         units.Bytes // anonymous memory of the VMM processes outside guest RAM; reported beside, not inside
 	Pooled          int64       // pages in the pool
 	Sandboxes       int

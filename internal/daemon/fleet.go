@@ -115,12 +115,13 @@ func (f *fleet) Usage() (bench.FleetUsage, error) {
 		u.PageTables += bu.PageTables
 		u.VMMHeap += bu.VMMHeap
 		u.Pooled += bu.Kept
+		u.Index += b.Predictions().Footprint
 		u.Sandboxes++
 	}
 	if f.cohort != nil {
 		st := f.cohort.cohort.Stats()
 		u.PoolFootprint, u.Dictionaries = st.Pool.Footprint, st.Dictionaries
-		u.Index = st.Index + f.cohort.cohort.Library().Size()
+		u.Index += st.Index + f.cohort.cohort.Library().Size() + f.cohort.shared.History.Footprint()
 	}
 	return u, nil
 }

@@ -10,7 +10,8 @@ import (
 // Evicted pages in the neighbourhood of one that the guest waited for come back too: a guest
 // that touches one page touches the next ones. The thread that waited goes on first; then the
 // fault thread brings the neighbours one by one, and looks for new faults before each. They are
-// keep their entries, so that a wrong one costs little, and are no touches: only a sign of use
+// keep their entries, so that a wrong one costs little. The log has them as KindNeighbour, which
+// nobody waited for, so that whoever learns knows what cannot be seen any more: only a sign of use
 // (a write) makes them one. They are marked as brought ahead.
 
 // note remembers an evicted page that came back, for bringNeighbours.
@@ -71,6 +72,7 @@ func (p *Pager) bring(f units.Frame, w *faultWorker) (more bool) {
 	p.table.store(f, p.back(e.ref()))
 	p.table.mark(f, true)
 	p.stats.neighbours.Add(1)
+	p.note(Touch{Frame: f, Kind: KindNeighbour})
 	p.stats.ways[w.codec.Loaded()].Add(1)
 	return true
 }

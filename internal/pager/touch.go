@@ -21,6 +21,7 @@ const (
 	KindTemplate              // not mapped, the template's
 	KindProtected             // mapped, and written while clean or being encoded
 	KindPrivate               // no fault: a pass found the page private, so it was written since it was dropped
+	KindNeighbour             // nobody waited: an evicted page was brought beside one that was waited for
 	numKinds
 )
 
@@ -38,13 +39,15 @@ func (k Kind) String() string {
 		return "protected"
 	case KindPrivate:
 		return "private"
+	case KindNeighbour:
+		return "neighbour"
 	case numKinds:
 	}
 	return "?"
 }
 
-// Waited reports whether the guest waited: all kinds but KindUnknown and KindPrivate.
-func (k Kind) Waited() bool { return k != KindUnknown && k != KindPrivate }
+// Waited reports whether the guest waited for the page.
+func (k Kind) Waited() bool { return k >= KindEvicted && k <= KindProtected }
 
 // A Touch is a page that the guest was seen touching, or that it is expected to touch.
 type Touch struct {
@@ -61,7 +64,8 @@ type Touch struct {
 //
 // Passes add the pages that they found private and looked at, as KindPrivate: so a write to a
 // page that was mapped as shared is seen, which the kernel copies without an event. Pages
-// that Restore installed to be written are among them whether or not they were.
+// that Restore installed to be written are among them only if their content has changed: a
+// guest that zeroes what it frees may have used a page of zeros that is as it was.
 func (p *Pager) DrainTouched(dst []Touch) []Touch {
 	p.life.RLock()
 	defer p.life.RUnlock()

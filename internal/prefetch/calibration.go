@@ -18,13 +18,12 @@ func guess(p float32) estimate { return estimate{hits: p * priorWeight, n: prior
 
 func (e *estimate) p() float32 { return e.hits / e.n }
 
-// observe notes n pages, of which hits were touched. Many at once count for no more than
-// confidence.
-func (e *estimate) observe(hits, n int) {
-	if n == 0 {
+// observe notes pages. Many at once count for no more than confidence.
+func (e *estimate) observe(s sample) {
+	if s.seen == 0 {
 		return
 	}
-	h, m := float32(hits), float32(n)
+	h, m := float32(s.touched), float32(s.seen)
 	if m > confidence {
 		h, m = h*confidence/m, confidence
 	}
@@ -34,11 +33,25 @@ func (e *estimate) observe(hits, n int) {
 	e.hits, e.n = e.hits+h, e.n+m
 }
 
-// Levels of the hot set, beside heat 0..maxHeat: this kind of call was never seen.
+// Levels of heat, beside 0..maxHeat: nobody asked.
 const (
 	noHeat = maxHeat + 1
 	levels = noHeat + 1
 )
+
+// Bands of heat, where the whole heat would make too many cases to learn from.
+const bands = 3
+
+// band returns the band of a level.
+func band(level int) int {
+	switch {
+	case level == noHeat || level < 2:
+		return 0
+	case level < 5:
+		return 1
+	}
+	return 2
+}
 
 // A class of pages: what it means to restore them, and how wrong it is to do so in vain,
 // differ.
@@ -54,18 +67,25 @@ const (
 // the sandbox's own calls have given it, the heat of this kind of call in the cohort, and
 // the heat of the k-th call.
 type calibration struct {
-	joint  [numClasses][levels][levels]estimate // own heat, heat of the kind of call
-	number [numClasses][levels]estimate         // heat of the k-th call
+	kind   [numClasses][levels][levels][bands]estimate // own heat, that of this kind of call, band of that in all calls
+	any    [numClasses][levels][levels]estimate        // own heat, that in all calls: the kind is new or not known
+	number [numClasses][levels][bands]estimate         // of pages that are new here: heat of the k-th call, band of the others
 }
 
 func newCalibration() calibration {
 	var c calibration
-	for k := range c.joint {
+	for k := range c.any {
 		for own := range levels {
-			for kind := range levels {
-				c.joint[k][own][kind] = guess(prior(class(k), own, kind))
+			for other := range levels {
+				p := prior(class(k), own, other) //nolint:gosec // G115: two
+				c.any[k][own][other] = guess(p)
+				for b := range bands {
+					c.kind[k][own][other][b] = guess(p)
+				}
 			}
-			c.number[k][own] = guess(priorNumber(own))
+			for b := range bands {
+				c.number[k][own][b] = guess(priorNumber(own))
+			}
 		}
 	}
 	return c
@@ -98,8 +118,10 @@ func priorNumber(heat int) float32 {
 
 // A score is what one call taught about the guesses.
 type score struct {
-	joint   [numClasses][levels][levels]sample
-	number  [numClasses][levels]sample
+	kind    [numClasses][levels][levels][bands]sample
+	any     [numClasses][levels][levels]sample
+	number  [numClasses][levels][bands]sample
+	follow  [NumSources]sample
 	sources [NumSources]tally
 	total   tally
 	missed  int
@@ -114,28 +136,18 @@ func (s *sample) add(touched bool, weight uint32) {
 	}
 }
 
-// note counts a page of which it is known whether it was touched. One that was left out on
-// purpose counts for all those like it that were restored. What a page's own heat alone is
-// worth is learned too: that is all there is before the kind of call is known.
-func (s *score) note(c class, own, kind, number int, touched bool, weight uint32) {
-	s.joint[c][own][kind].add(touched, 1)
-	if kind != noHeat {
-		s.joint[c][own][noHeat].add(touched, weight)
-	}
-	if number > 0 {
-		s.number[c][number].add(touched, weight)
-	}
-}
-
 func (c *calibration) learn(s *score) {
-	for k := range c.joint {
+	for k := range c.any {
 		for own := range levels {
-			for kind := range levels {
-				n := s.joint[k][own][kind]
-				c.joint[k][own][kind].observe(int(n.touched), int(n.seen))
+			for other := range levels {
+				c.any[k][own][other].observe(s.any[k][own][other])
+				for b := range bands {
+					c.kind[k][own][other][b].observe(s.kind[k][own][other][b])
+				}
 			}
-			n := s.number[k][own]
-			c.number[k][own].observe(int(n.touched), int(n.seen))
+			for b := range bands {
+				c.number[k][own][b].observe(s.number[k][own][b])
+			}
 		}
 	}
 }

@@ -1,8 +1,6 @@
 package prefetch
 
 import (
-	"cmp"
-	"math/bits"
 	"slices"
 
 	"github.com/agentzip/agentzip/internal/units"
@@ -24,6 +22,14 @@ const maxHeat = 7
 // guest uses in turns go cold between, with 4 they never do.
 const rise = 3
 
+// fallHeld is by how much more a page cools that was expected, left out and not touched: for
+// each such page there are HoldOut like it of which nothing was seen.
+const fallHeld = 3
+
+// riseWritten is rise for being written: a page that is written every other time it is touched
+// counts as one that is written.
+const riseWritten = 2
+
 // unranked is the rank of a block of which no order is known.
 const unranked = 1<<16 - 1
 
@@ -33,11 +39,11 @@ type cell struct {
 	block uint32
 	rank  uint16    // when in the call the block was first touched, when that was last seen
 	level [3]uint64 // heat 0..7 of each page
-	wrote uint64    // pages that were written when they were last touched
+	wrote [2]uint64 // 0..3 for each page: how surely it is written when it is touched
 }
 
 // cellBytes is what a cell occupies.
-const cellBytes = 40
+const cellBytes = 48
 
 // heat returns the heat of one page. A nil cell is cold.
 func (c *cell) heat(page uint) int {
@@ -55,27 +61,36 @@ func (c *cell) warm() uint64 {
 	return c.level[0] | c.level[1] | c.level[2]
 }
 
-// written returns the pages that were written when they were last touched.
-func (c *cell) written() uint64 {
+// written returns the pages that are written when they are touched: sometimes, and surely.
+func (c *cell) written() (sometimes, surely uint64) {
 	if c == nil {
-		return 0
+		return 0, 0
 	}
-	return c.wrote
+	return c.wrote[0] | c.wrote[1], c.wrote[0] & c.wrote[1]
 }
 
-// warmer adds one to the heat of the pages of the mask, up to maxHeat.
-func (c *cell) warmer(mask uint64) {
-	mask &^= c.level[0] & c.level[1] & c.level[2]
-	for i := range c.level {
-		c.level[i], mask = c.level[i]^mask, c.level[i]&mask
+// up adds one to the numbers of the pages of the mask, one number a page, one bit plane for each
+// binary digit. The highest number stays.
+func up(planes []uint64, mask uint64) {
+	full := mask
+	for _, p := range planes {
+		full &= p
+	}
+	mask &^= full
+	for i := range planes {
+		planes[i], mask = planes[i]^mask, planes[i]&mask
 	}
 }
 
-// cooler takes one from the heat of the pages of the mask, down to 0.
-func (c *cell) cooler(mask uint64) {
-	mask &= c.warm()
-	for i := range c.level {
-		c.level[i], mask = c.level[i]^mask, ^c.level[i]&mask
+// down takes one from the numbers of the pages of the mask. 0 stays.
+func down(planes []uint64, mask uint64) {
+	some := uint64(0)
+	for _, p := range planes {
+		some |= p
+	}
+	mask &= some
+	for i := range planes {
+		planes[i], mask = planes[i]^mask, ^planes[i]&mask
 	}
 }
 
@@ -85,15 +100,6 @@ type heatmap struct {
 	cells []cell // ascending by block
 	limit int    // most cells
 	calls uint8  // that it has learned from, saturating
-}
-
-// get returns the cell of a block, or nil.
-func (h *heatmap) get(block uint32) *cell {
-	i, found := slices.BinarySearchFunc(h.cells, block, func(c cell, b uint32) int { return cmp.Compare(c.block, b) })
-	if !found {
-		return nil
-	}
-	return &h.cells[i]
 }
 
 // learn takes over what one call was seen doing.
@@ -110,7 +116,7 @@ func (h *heatmap) learn(o *outcome) {
 		b := &o.blocks[i]
 		touched := b.touched()
 		for at < len(h.cells) && h.cells[at].block < b.block {
-			h.cells[at].cooler(idle)
+			down(h.cells[at].level[:], idle)
 			at++
 		}
 		if at == len(h.cells) || h.cells[at].block != b.block {
@@ -123,7 +129,7 @@ func (h *heatmap) learn(o *outcome) {
 		at++
 	}
 	for ; at < len(h.cells); at++ {
-		h.cells[at].cooler(idle)
+		down(h.cells[at].level[:], idle)
 	}
 	h.cells = slices.DeleteFunc(h.cells, func(c cell) bool { return c.warm() == 0 })
 	if fresh > 0 {
@@ -134,11 +140,16 @@ func (h *heatmap) learn(o *outcome) {
 func (c *cell) learn(b *blockOutcome, found bool) {
 	touched, known := b.touched(), b.known(found)
 	for range rise {
-		c.warmer(touched)
+		up(c.level[:], touched)
 	}
-	c.cooler(known &^ touched)
-	seen := touched & b.writeKnown(found)
-	c.wrote = c.wrote&^seen | seen&b.wrote()
+	down(c.level[:], known&^touched|b.unused(found))
+	for range fallHeld {
+		down(c.level[:], b.held&known&^touched)
+	}
+	for range riseWritten {
+		up(c.wrote[:], b.wrote())
+	}
+	down(c.wrote[:], b.notWritten(found))
 	if b.rank != unranked {
 		c.rank = b.rank
 	}
@@ -191,12 +202,5 @@ func (c *cell) hottest() int {
 	return hot
 }
 
-// pages counts the pages that have any heat.
-func (h *heatmap) pages() (n int) {
-	for i := range h.cells {
-		n += bits.OnesCount64(h.cells[i].warm())
-	}
-	return n
-}
-
+// footprint returns what the cells occupy.
 func (h *heatmap) footprint() units.Bytes { return units.Bytes(cap(h.cells) * cellBytes) }

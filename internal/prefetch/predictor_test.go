@@ -81,7 +81,7 @@ func TestSharedPagesAreAskedForOnlyWhenTheyWerePromised(t *testing.T) {
 	p := h.NewPredictor("s", func(units.Frame) bool { return false })
 	written := []pager.Touch{{Frame: 70, Write: true, Kind: pager.KindPrivate}, {Frame: 71, Write: true, Kind: pager.KindPrivate}}
 	var promised []pager.Touch
-	for range 10 {
+	for range 40 {
 		p.Begin(Call{Kind: "x"})
 		promised = p.End(nil)
 		p.Settle(written, true)

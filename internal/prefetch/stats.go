@@ -1,6 +1,10 @@
 package prefetch
 
-import "strings"
+import (
+	"strings"
+
+	"github.com/agentzip/agentzip/internal/units"
+)
 
 // A Source is one of the ways to guess pages.
 type Source uint8
@@ -75,6 +79,8 @@ type Stats struct {
 	Missed int // pages that nobody expected and that the guest waited for
 
 	Sources [NumSources]SourceStats
+
+	Footprint units.Bytes // of the predictor, now
 }
 
 // Accuracy is the estimated share of the pages asked for that are touched. It rests on the
@@ -128,6 +134,7 @@ func (s *Stats) Merge(o Stats) {
 	s.Held += o.Held
 	s.Useful += o.Useful
 	s.Missed += o.Missed
+	s.Footprint += o.Footprint
 	for i := range s.Sources {
 		t := &s.Sources[i]
 		t.Source = Source(i) //nolint:gosec // G115: a few

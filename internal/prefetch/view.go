@@ -9,21 +9,21 @@ import (
 // A view is what is known before a call: of this sandbox's calls, of this kind of call in the
 // cohort, and of the k-th call there.
 type view struct {
-	own, kind, number []cell
-	known             bool // the kind of call was seen before
-	without           Sources
-	cal               calibration
+	own, kind, any, number []cell
+	known                  bool // the kind of call was seen before
+	without                Sources
+	cal                    calibration
 }
 
 // A place is a block in the three heatmaps; nil where it is not in one.
 type place struct {
-	block             uint32
-	own, kind, number *cell
+	block                  uint32
+	own, kind, any, number *cell
 }
 
 // each visits the blocks that any heatmap has, in ascending order.
 func (v *view) each(visit func(at place)) {
-	maps := [...][]cell{v.own, v.kind, v.number}
+	maps := [...][]cell{v.own, v.kind, v.any, v.number}
 	for {
 		block := ^uint32(0)
 		for _, m := range maps {
@@ -40,26 +40,30 @@ func (v *view) each(visit func(at place)) {
 				at[i], maps[i] = &maps[i][0], maps[i][1:]
 			}
 		}
-		visit(place{block: block, own: at[0], kind: at[1], number: at[2]})
+		visit(place{block: block, own: at[0], kind: at[1], any: at[2], number: at[3]})
 	}
 }
 
 // warm returns the pages of the block that any heatmap has.
-func (a *place) warm() uint64 { return a.own.warm() | a.kind.warm() | a.number.warm() }
+func (a *place) warm() uint64 { return a.own.warm() | a.kind.warm() | a.any.warm() | a.number.warm() }
 
-// wrote returns the pages of the block that are written when they are touched: as the
-// sandbox did last, or else its siblings.
-func (a *place) wrote() uint64 {
-	own, kind := a.own.warm(), a.kind.warm()
-	w := own & a.own.written()
-	w |= kind &^ own & a.kind.written()
-	return w | a.number.written()&^own&^kind
+// wrote returns the pages of the block that are written when they are touched, sometimes and
+// surely: as the sandbox did, or else its siblings.
+func (a *place) wrote() (sometimes, surely uint64) {
+	rest := ^uint64(0)
+	for _, c := range [...]*cell{a.own, a.kind, a.any, a.number} {
+		some, sure := c.written()
+		sometimes |= rest & c.warm() & some
+		surely |= rest & c.warm() & sure
+		rest &^= c.warm()
+	}
+	return sometimes, surely
 }
 
 // rank returns the block's place in the order of use: of this kind of call, or else of the
-// sandbox's calls, or else of the k-th call.
+// sandbox's calls, or else of the cohort's.
 func (a *place) rank() uint16 {
-	for _, c := range [...]*cell{a.kind, a.own, a.number} {
+	for _, c := range [...]*cell{a.kind, a.own, a.any, a.number} {
 		if c != nil && c.rank != unranked {
 			return c.rank
 		}
@@ -67,26 +71,56 @@ func (a *place) rank() uint16 {
 	return unranked
 }
 
-// levels returns the indices of a page into the calibration.
-func (v *view) levels(a *place, page uint) (own, kind, number int) {
-	own, kind, number = a.own.heat(page), a.kind.heat(page), a.number.heat(page)
+// heats returns the indices of a page into the calibration.
+func (v *view) heats(a *place, page uint) (own, kind, other, number int) {
+	own, kind, other, number = a.own.heat(page), a.kind.heat(page), a.any.heat(page), a.number.heat(page)
 	if v.without.Has(SourceRecent) {
 		own = noHeat
 	}
-	if !v.known || v.without.Has(SourceHotSet) {
-		kind = noHeat
+	if v.without.Has(SourceHotSet) {
+		kind, other = noHeat, noHeat
 	}
-	return own, kind, number
+	return own, kind, other, number
 }
 
 // chance returns how likely it is that the call touches the page.
 func (v *view) chance(a *place, page uint, c class) float32 {
-	own, kind, number := v.levels(a, page)
-	p := v.cal.joint[c][own][kind].p()
-	if number > 0 {
-		p = max(p, v.cal.number[c][number].p())
+	own, kind, other, number := v.heats(a, page)
+	p := v.cal.any[c][own][other].p()
+	if v.known {
+		p = v.cal.kind[c][own][kind][band(other)].p()
+	}
+	if fresh(own, number) {
+		p = max(p, v.cal.number[c][number][v.cohort(kind, other)].p())
 	}
 	return p
+}
+
+// fresh reports whether the k-th call of siblings is worth asking: where the sandbox has
+// touched the page itself, that says more.
+func fresh(own, number int) bool { return number > 0 && (own == 0 || own == noHeat) }
+
+// cohort returns the band of what else the cohort says.
+func (v *view) cohort(kind, other int) int {
+	if v.known {
+		return band(kind)
+	}
+	return band(other)
+}
+
+// note counts what became of a page of which it is known whether it was touched. With one that
+// was left out on purpose, weight is how many were restored that it stands for.
+func (v *view) note(s *score, a *place, page uint, c class, touched bool, weight uint32) {
+	own, kind, other, number := v.heats(a, page)
+	if v.known {
+		s.kind[c][own][kind][band(other)].add(touched, 1) // all like it were treated alike
+		s.any[c][own][other].add(touched, weight)
+	} else {
+		s.any[c][own][other].add(touched, 1)
+	}
+	if fresh(own, number) {
+		s.number[c][number][v.cohort(kind, other)].add(touched, weight)
+	}
 }
 
 // pages calls visit for each bit of a mask.

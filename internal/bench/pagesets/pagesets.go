@@ -244,7 +244,7 @@ func (r *replay) gap(ctx context.Context, g capture.Gap) error {
 const compactBudget = 4 * units.MiB
 
 // hotGaps is for how many gaps a page that changed counts as one that the next call will
-// touch: as the predictor of the product does (prefetch.Recent).
+// touch. (The product's predictor needs to know the calls: internal/prefetch.)
 const hotGaps = 4
 
 // forget gives back what is kept of a page.

@@ -258,7 +258,7 @@ func (b *box) Run(ctx context.Context, spec bench.CallSpec) (bench.CallResult, e
 
 // Announce passes on that the model has named the tool of its next call.
 func (b *box) Announce(tool string) {
-	b.Sandbox.Signal(policy.Signal{Kind: policy.SignalToolName, Tool: tool})
+	b.Signal(policy.Signal{Kind: policy.SignalToolName, Tool: tool})
 }
 
 // Usage converts the sandbox's own account.

@@ -106,7 +106,7 @@ func serve(cmd *cobra.Command, config *gateway.Config) (err error) {
 	defer func() { err = errors.Join(err, d.Close()) }()
 	backend := d.NewBackend(daemon.BackendOptions{Isolation: isolation, Compression: config.Compression, Warm: config.Warm})
 	defer func() { err = errors.Join(err, backend.Close()) }()
-	s, err := gateway.Open(gateway.Options{Config: config, Backend: backend, Agent: daemon.AgentVersion, Log: slog.Default()})
+	s, err := gateway.Open(gateway.Options{Config: config, Backend: backend, Agent: daemon.AgentVersion, Metrics: backend.Collectors(), Log: slog.Default()})
 	if err != nil {
 		return err
 	}

@@ -90,6 +90,7 @@ type CallResult struct {
 	Ways     map[string]FaultCost // restores that faults waited for, by how the page was kept
 	Kinds    map[string]FaultCost // of them by kind, without the stale ones; nil without compression
 	Ahead    uint64               // pages restored ahead since the call before
+	Wasted   uint64               // pages brought ahead before that went without a sign of use since the last call
 	Progress []StallAt            // how the stall grew, in order; empty where nobody looked
 }
 
@@ -186,6 +187,8 @@ type Counters struct {
 	Incompressible    uint64                      // pages left resident because they do not shrink
 	Cancelled         uint64                      // pages whose eviction a write cancelled
 	CancelledPasses   uint64                      // passes a call cut short
+	Passes            uint64                      // all of them
+	Evicting          time.Duration               // how long they took together
 	PoolFull          uint64                      // times the pool refused a page
 	IntegrityFailures []string                    // one line each: sandbox, page, encoder
 	Ahead             report.Ahead                // what was there before the guest asked

@@ -271,6 +271,8 @@ func activity(runs []*run) report.Activity {
 		a.Incompressible += c.Incompressible
 		a.Cancelled += c.Cancelled
 		a.CancelledPasses += c.CancelledPasses
+		a.Passes += c.Passes
+		a.EvictingS += c.Evicting.Seconds()
 		a.PoolFull += c.PoolFull
 		a.Ahead.Add(c.Ahead)
 	}
@@ -285,7 +287,7 @@ func recordRun(r *run, native NativeResult) report.Run {
 			out.Calls = append(out.Calls, report.Call{
 				Sandbox: l.plan.Name, N: n + 1, StartS: c.start.Seconds(), MS: ms(c.res.Duration), StallMS: ms(c.res.Stall),
 				NativeMS: ms(nativeOf(native, i, n)), Faults: c.res.Faults, Exit: c.res.Exit, Signal: c.res.Signal, TimedOut: c.res.TimedOut,
-				OutBytes: len(c.res.Stdout) + len(c.res.Stderr), Ahead: c.res.Ahead,
+				OutBytes: len(c.res.Stdout) + len(c.res.Stderr), Ahead: c.res.Ahead, Wasted: c.res.Wasted,
 				Class: string(l.plan.Trajectory.Steps[n].Kind), Kinds: kindsOf(c.res.Kinds), Ways: kindsOf(c.res.Ways), Progress: progressOf(c.res.Progress),
 			})
 		}

@@ -16,6 +16,7 @@ import (
 	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/gateway/lifecycle"
 	"github.com/agentzip/agentzip/internal/guestlink"
+	"github.com/agentzip/agentzip/internal/policy"
 	"github.com/agentzip/agentzip/internal/sandbox"
 	"github.com/agentzip/agentzip/internal/template"
 )
@@ -40,8 +41,9 @@ type BackendOptions struct {
 //
 // Lock order: Backend.mu, then nothing.
 type Backend struct {
-	daemon *Daemon        // immutable
-	opts   BackendOptions // immutable
+	daemon  *Daemon        // immutable
+	opts    BackendOptions // immutable
+	figures *callFigures   // immutable
 
 	// places bounds the clones that are made at once: more of them would only make
 	// each slower. Those that wait for a client go before those for later.
@@ -57,7 +59,10 @@ type Backend struct {
 
 // NewBackend returns a backend that makes sandboxes in d.
 func (d *Daemon) NewBackend(o BackendOptions) *Backend {
-	return &Backend{daemon: d, opts: o, places: make(chan struct{}, max(2, runtime.NumCPU())), cohorts: map[domain]*shared{}}
+	return &Backend{
+		daemon: d, opts: o, figures: newCallFigures(d.memory.gauge.Level),
+		places: make(chan struct{}, max(2, runtime.NumCPU())), cohorts: map[domain]*shared{},
+	}
 }
 
 // Templates lists the templates of the host.
@@ -137,8 +142,12 @@ func (b *Backend) Start(ctx context.Context, spec lifecycle.Spec) (lifecycle.San
 		return nil, fmt.Errorf("start from snapshot %s: %w", spec.Snapshot, lifecycle.ErrUnsupported)
 	}
 	g, err := b.start(ctx, domain{spec.Cohort, spec.Template}, spec)
-	if errors.Is(err, template.ErrNotFound) {
+	var short *policy.Refusal
+	switch {
+	case errors.Is(err, template.ErrNotFound):
 		return nil, fmt.Errorf("%w: %w", lifecycle.ErrNoTemplate, err)
+	case errors.As(err, &short):
+		return nil, fmt.Errorf("%w: %w", lifecycle.ErrBusy, err)
 	}
 	return g, err
 }
@@ -154,7 +163,7 @@ func (b *Backend) start(ctx context.Context, at domain, spec lifecycle.Spec) (li
 		if sb, ok := s.warm.Take(); ok {
 			err := sb.Personalise(ctx, spec.ID, to)
 			if err == nil {
-				return &guest{Sandbox: sb, leave: leave}, nil
+				return &guest{Sandbox: sb, leave: leave, figures: b.figures}, nil
 			}
 			b.daemon.log.Warn("a sandbox that was kept ready is of no use", "err", err)
 			drop(b.daemon.log, sb)
@@ -165,7 +174,7 @@ func (b *Backend) start(ctx context.Context, at domain, spec lifecycle.Spec) (li
 		leave()
 		return nil, err
 	}
-	return &guest{Sandbox: sb, leave: leave}, nil
+	return &guest{Sandbox: sb, leave: leave, figures: b.figures}, nil
 }
 
 // clone makes a sandbox when it is its turn.

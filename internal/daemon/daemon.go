@@ -3,7 +3,7 @@
 //
 //	Open --VMM host, store, fault threads--> open --Clone, Fleet--> open --Close--> closed
 //
-// Lock order: Daemon.mu, then nothing. All exported methods may be called from
+// Lock order: Daemon.mu, then a pool's own. All exported methods may be called from
 // any goroutine, Close once and last.
 package daemon
 
@@ -47,12 +47,14 @@ type Daemon struct {
 	store  *template.Store // immutable
 	faults *pager.Server   // immutable
 	shim   string          // immutable
+	memory *shortage       // immutable
 
 	stop    context.CancelFunc
-	service sync.WaitGroup // the fault server
+	service sync.WaitGroup // the fault server, the watch over the host's memory
 
 	mu        sync.Mutex
 	templates map[string]*loaded // guarded by mu; by name
+	cohorts   map[*Cohort]bool   // guarded by mu; those that live
 }
 
 // loaded is a template whose memory and files are open.
@@ -90,8 +92,10 @@ func Open(o Options) (*Daemon, error) {
 	d := &Daemon{
 		opts: o, log: o.Log, host: host, store: store, shim: shim, stop: stop,
 		faults:    pager.NewServer(pager.ServerOptions{}),
-		templates: map[string]*loaded{},
+		templates: map[string]*loaded{}, cohorts: map[*Cohort]bool{},
 	}
+	d.memory = newShortage(lookAtHost, d.poolUsed, o.Log)
+	d.service.Go(func() { d.memory.run(ctx) })
 	d.service.Go(func() {
 		if err := d.faults.Run(ctx); err != nil {
 			d.log.Error("serve faults", "err", err)
@@ -228,6 +232,7 @@ func (l *loaded) close() error {
 // A Cohort is a trust domain of siblings: they run from one template and share what its
 // isolation lets them.
 type Cohort struct {
+	daemon   *Daemon
 	template string
 	cohort   *cohort.Cohort
 	shared   *sandbox.Compression
@@ -260,8 +265,11 @@ func (d *Daemon) NewCohort(ctx context.Context, o CohortOptions) (*Cohort, error
 		return nil, err
 	}
 	run, stop := context.WithCancel(context.WithoutCancel(ctx)) // lives until Close
-	c := &Cohort{template: o.Template, cohort: kept, stop: stop}
-	c.shared = &sandbox.Compression{Cohort: kept, Faults: d.faults, History: prefetch.NewHistory(prefetch.Options{Without: o.Without})}
+	c := &Cohort{daemon: d, template: o.Template, cohort: kept, stop: stop}
+	d.mu.Lock()
+	d.cohorts[c] = true
+	d.mu.Unlock()
+	c.shared = &sandbox.Compression{Cohort: kept, Faults: d.faults, History: prefetch.NewHistory(prefetch.Options{Without: o.Without}), Host: &d.memory.gauge}
 	c.tend.Go(func() {
 		if err := kept.Run(run); err != nil && run.Err() == nil {
 			d.log.Warn("train dictionaries", "err", err)
@@ -287,9 +295,26 @@ func (c *Cohort) Stats() cohort.Stats { return c.cohort.Stats() }
 
 // Close frees everything that the cohort kept.
 func (c *Cohort) Close() error {
+	c.daemon.mu.Lock()
+	delete(c.daemon.cohorts, c)
+	c.daemon.mu.Unlock()
 	c.stop()
 	c.tend.Wait()
 	return c.cohort.Close()
+}
+
+// poolUsed returns the share of its limit that the fullest pool has used.
+func (d *Daemon) poolUsed() (most float64) {
+	limit := d.opts.PoolLimit
+	if limit <= 0 || limit > poolMost {
+		limit = poolMost
+	}
+	d.mu.Lock() // no cohort is closed meanwhile
+	defer d.mu.Unlock()
+	for c := range d.cohorts {
+		most = max(most, float64(c.cohort.Pool().Footprint())/float64(limit))
+	}
+	return most
 }
 
 // CloneOptions of one sandbox.
@@ -301,7 +326,8 @@ type CloneOptions struct {
 	Settings   *guestlink.Settings // what the guest is told about itself; nil: nothing, and no network
 }
 
-// Clone starts a sandbox from a template. The caller closes it.
+// Clone starts a sandbox from a template. The caller closes it. An error that wraps a
+// *policy.Refusal says that the host is short of memory: nothing was started.
 func (d *Daemon) Clone(ctx context.Context, o CloneOptions) (*sandbox.Sandbox, error) {
 	if o.Template == "" && o.Cohort != nil {
 		o.Template = o.Cohort.template
@@ -313,9 +339,18 @@ func (d *Daemon) Clone(ctx context.Context, o CloneOptions) (*sandbox.Sandbox, e
 	if err != nil {
 		return nil, err
 	}
+	if err := d.memory.admit(); err != nil {
+		return nil, fmt.Errorf("clone template %s: %w", o.Template, err)
+	}
 	so := sandbox.Options{ID: o.ID, Host: d.host, Template: t, Shim: d.shim, NoPrefetch: o.NoPrefetch, Settings: o.Settings, Log: d.log}
 	if o.Cohort != nil {
 		so.Compression = o.Cohort.shared
 	}
-	return sandbox.Start(ctx, so)
+	sb, err := sandbox.Start(ctx, so)
+	if err != nil {
+		d.memory.started(nil)
+		return nil, err
+	}
+	d.memory.started(sb)
+	return sb, nil
 }

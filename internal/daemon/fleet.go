@@ -148,6 +148,8 @@ func (f *fleet) Counters() bench.Counters {
 		c.CleanDrops += st.Clean
 		c.Incompressible += st.Kept
 		c.Cancelled += st.Cancelled
+		c.Passes += st.Passes
+		c.Evicting += st.Evicting
 		c.PoolFull += st.FullPasses
 		if st.Mismatches > 0 {
 			c.IntegrityFailures = append(c.IntegrityFailures, fmt.Sprintf("sandbox %s: %d encodings did not decode to their page", b.ID(), st.Mismatches))
@@ -250,7 +252,7 @@ func (b *box) Run(ctx context.Context, spec bench.CallSpec) (bench.CallResult, e
 	res := bench.CallResult{
 		Stdout: stdout.data, Stderr: stderr.data, Truncated: stdout.cut || stderr.cut,
 		Exit: call.Exit.Code, Signal: call.Exit.Signal, TimedOut: call.Exit.TimedOut,
-		Duration: call.Duration, Stall: call.Stall, Faults: call.Faults,
+		Duration: call.Duration, Stall: call.Stall, Faults: call.Faults, Wasted: call.Wasted,
 	}
 	watch(&res)
 	return res, err

@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/gateway/lifecycle"
 	"github.com/agentzip/agentzip/internal/guestlink"
 	"github.com/agentzip/agentzip/internal/hostmem"
@@ -22,12 +23,13 @@ import (
 // guest is one sandbox of the gateway.
 type guest struct {
 	*sandbox.Sandbox
-	leave func() // the cohort, after Close
+	leave   func()       // the cohort, after Close
+	figures *callFigures // immutable
 
-	mu        sync.Mutex
-	lastStall time.Duration // guarded by mu
-	cpu       time.Duration // guarded by mu; of the VMM when Busy was asked last
-	cpuAt     time.Time     // guarded by mu
+	mu    sync.Mutex
+	last  sandbox.CallMemory // guarded by mu; of the call that ended last
+	cpu   time.Duration      // guarded by mu; of the VMM when Busy was asked last
+	cpuAt time.Time          // guarded by mu
 }
 
 // Agent carries requests to the guest's agent.
@@ -50,9 +52,10 @@ func (g *guest) BeginCall(ctx context.Context, kind string) (func(), error) {
 	}
 	return func() {
 		m := end()
+		g.figures.note(m)
 		g.mu.Lock()
 		defer g.mu.Unlock()
-		g.lastStall = m.Stall
+		g.last = m
 	}, nil
 }
 
@@ -86,10 +89,13 @@ func (g *guest) SetInternet(ctx context.Context, open bool) error {
 	return g.Configure(ctx, guestlink.Settings{Internet: &open})
 }
 
+// maxTool bounds the name of a tool, which is a client's: the cohort remembers some.
+const maxTool = 64
+
 // Signal passes a signal to the rhythm.
 func (g *guest) Signal(s lifecycle.Signal) {
 	if kind, err := policy.ParseSignal(s.Kind); err == nil { // the control plane has checked it
-		g.Sandbox.Signal(policy.Signal{Kind: kind, Tool: s.Tool})
+		g.Sandbox.Signal(policy.Signal{Kind: kind, Tool: s.Tool[:min(len(s.Tool), maxTool)]})
 	}
 }
 
@@ -104,8 +110,14 @@ func (g *guest) Memory() (lifecycle.Memory, error) {
 		VMM: int64(u.VMMHeap), Kept: u.Kept, Phase: g.Phase().String(),
 	}
 	g.mu.Lock()
-	m.LastStall = g.lastStall
+	last := g.last
 	g.mu.Unlock()
+	m.LastStall, m.LastFaults, m.LastPrefetched, m.LastWasted = last.Stall, last.Faults, last.Prefetched, last.Wasted
+	for w, n := range last.Ways {
+		if n > 0 {
+			m.LastWays = append(m.LastWays, lifecycle.Way{Name: cohort.Way(w).String(), Pages: n}) //nolint:gosec // G115: below cohort.NumWays
+		}
+	}
 	if st, on := g.Pager(); on {
 		m.Stall = st.Blocking.Total + st.Template.Total + st.Zero.Total + st.Protected.Total
 		m.Faults = uint64(st.Blocking.Count + st.Template.Count + st.Zero.Count + st.Protected.Count)

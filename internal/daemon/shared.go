@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/agentzip/agentzip/internal/policy"
 	"github.com/agentzip/agentzip/internal/sandbox"
 	"github.com/agentzip/agentzip/internal/vmm"
 )
@@ -73,7 +74,11 @@ func (b *Backend) join(ctx context.Context, at domain) (s *shared, leave func(),
 		leave()
 		return nil, nil, s.err
 	}
-	s.chill(b.opts.Warm)
+	warm := b.opts.Warm
+	if b.daemon.memory.gauge.Level() > policy.Normal {
+		warm = 0 // those that wait are what is given up first
+	}
+	s.chill(warm)
 	return s, leave, nil
 }
 

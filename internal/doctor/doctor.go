@@ -81,6 +81,7 @@ func checks() []check {
 		{"template tools", checkTemplateTools},
 		{"C compiler", checkCompiler},
 		{"memory", checkMemory},
+		{"memory pressure", checkPressure},
 		{"disk", checkDisk},
 		{"cgroups", checkCgroups},
 		{"swap", checkSwap},

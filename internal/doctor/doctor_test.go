@@ -39,6 +39,7 @@ func goodFiles() files {
 	return files{
 		"/proc/sys/kernel/osrelease":                        "6.12.1\n",
 		"/proc/meminfo":                                     "MemTotal: 8388608 kB\nMemAvailable: 8000000 kB\nSwapTotal: 0 kB\n",
+		"/proc/pressure/memory":                             "some avg10=0.12 avg60=0.00 avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=1\n",
 		"/sys/fs/cgroup/cgroup.controllers":                 "cpuset cpu io memory pids\n",
 		"/sys/kernel/mm/transparent_hugepage/enabled":       "always [madvise] never\n",
 		"/sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size advise [never] deny force\n",
@@ -230,6 +231,10 @@ func TestEachThingThatCanBeWrongIsNamedWithItsFix(t *testing.T) {
 		{
 			"half a GiB is too little for a sandbox", func(_ *Host, f files) { f["/proc/meminfo"] = "MemAvailable: 524288 kB\n" },
 			"memory", Missing, "512.0 MiB", "more memory",
+		},
+		{
+			"a kernel without pressure stall information has MemAvailable", func(_ *Host, f files) { delete(f, "/proc/pressure/memory") },
+			"memory pressure", Degraded, "not measured", "psi=1",
 		},
 		{
 			"no /proc is named", func(_ *Host, f files) { delete(f, "/proc/meminfo") },

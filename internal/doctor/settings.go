@@ -64,6 +64,16 @@ func judgeCgroups(h *Host, version string, have, trees []string, why string) Fin
 	return ok("cgroup %s with %s; making one works", version, strings.Join(wantControllers, ", "))
 }
 
+func checkPressure(_ context.Context, h *Host) Finding {
+	text, err := h.ReadFile("/proc/pressure/memory")
+	if err != nil {
+		return degraded(fmt.Sprintf("not measured by this kernel (%v)", err),
+			"how short the host is of memory is judged by MemAvailable alone", "boot with psi=1, on a kernel with CONFIG_PSI")
+	}
+	some, _, _ := strings.Cut(string(text), " avg60")
+	return ok("measured: %s %% of the last 10 s", strings.Replace(some, " avg10=", " tasks waited ", 1))
+}
+
 func checkSwap(_ context.Context, h *Host) Finding {
 	total, err := meminfo(h, "SwapTotal")
 	if err != nil {

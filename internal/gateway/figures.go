@@ -21,7 +21,7 @@ type figures struct {
 	seconds  *prometheus.HistogramVec
 }
 
-func newFigures(fleet *lifecycle.Fleet, p *proxy.Proxy) *figures {
+func newFigures(fleet *lifecycle.Fleet, p *proxy.Proxy, more []prometheus.Collector) *figures {
 	f := &figures{
 		requests: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "agentzip_control_requests_total", Help: "Requests of the control plane.",
@@ -39,6 +39,7 @@ func newFigures(fleet *lifecycle.Fleet, p *proxy.Proxy) *figures {
 	r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
 		Name: "agentzip_data_requests_total", Help: "Requests that were passed on to a sandbox.",
 	}, func() float64 { return float64(p.Served.Load()) }))
+	r.MustRegister(more...)
 	f.handler = promhttp.HandlerFor(r, promhttp.HandlerOpts{MaxRequestsInFlight: 2})
 	return f
 }

@@ -14,6 +14,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"github.com/agentzip/agentzip/internal/gateway/control"
 	"github.com/agentzip/agentzip/internal/gateway/keys"
 	"github.com/agentzip/agentzip/internal/gateway/lifecycle"
@@ -37,7 +39,8 @@ const (
 type Options struct {
 	Config  *Config
 	Backend lifecycle.Backend
-	Agent   string // envdVersion of the guests
+	Agent   string                 // envdVersion of the guests
+	Metrics []prometheus.Collector // of the backend, served beside those of the gateway
 	Log     *slog.Logger
 }
 
@@ -117,7 +120,7 @@ func (s *Server) open(o Options) error {
 		return err
 	}
 	s.proxy = proxy.New(proxy.Options{Fleet: s.fleet, Minter: minter, MinWake: c.MinWake, MaxActive: c.MaxActive, Log: o.Log})
-	s.figures = newFigures(s.fleet, s.proxy)
+	s.figures = newFigures(s.fleet, s.proxy, o.Metrics)
 	s.http = &http.Server{
 		Handler:           s,
 		ReadHeaderTimeout: headerTimeout,

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/agentzip/agentzip/internal/guestmem"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
@@ -144,4 +145,64 @@ func BenchmarkUsage(b *testing.B) {
 			b.Fatal(err)
 		}
 	}
+}
+
+// BenchmarkScout is what it takes to score all private pages without touching them: find them,
+// read them, look at one in eight bytes, compare with the template. It is the cheapest scout
+// there is, and the price of one look at a sandbox during a tool call (ADR 0012).
+func BenchmarkScout(b *testing.B) {
+	r := newRig(b, benchFrames, 1).serve()
+	r.fillMixed()
+	buf := make([]byte, BatchPages*units.PageSize)
+	pages, scored := 0, 0
+	score := func(runs []guestmem.Run, n int) {
+		if err := r.guest.Read(buf[:n*units.PageSize], runs); err != nil {
+			b.Fatal(err)
+		}
+		k := 0
+		for _, run := range runs {
+			for i := range run.Pages {
+				page := buf[k*units.PageSize : (k+1)*units.PageSize]
+				k++
+				image := r.im.Page(run.Start + units.Frame(i))
+				var counts [256]uint8
+				equal, kinds := image != nil, 0
+				for at := 0; at < len(page); at += 8 {
+					equal = equal && page[at] == image[at]
+					if counts[page[at]] == 0 {
+						kinds++
+					}
+					counts[page[at]] = 1
+				}
+				if equal || kinds < 64 {
+					scored++
+				}
+			}
+		}
+	}
+	for b.Loop() {
+		var runs []guestmem.Run
+		n := 0
+		err := r.guest.Scan(func(run guestmem.Run, _ bool) bool {
+			for run.Pages > 0 {
+				take := min(run.Pages, BatchPages-n)
+				runs = append(runs, guestmem.Run{Start: run.Start, Pages: take})
+				run.Start, run.Pages, n = run.Start+units.Frame(take), run.Pages-take, n+take
+				pages += take
+				if n == BatchPages {
+					score(runs, n)
+					runs, n = runs[:0], 0
+				}
+			}
+			return true
+		})
+		if err != nil {
+			b.Fatal(err)
+		}
+		if n > 0 {
+			score(runs, n)
+		}
+	}
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(pages), "ns/page")
+	b.ReportMetric(float64(scored)/float64(pages), "easy")
 }

@@ -23,18 +23,25 @@ var light = map[string]bool{
 // shape of here-documents and quoted scripts does not matter; their text is left out.
 func KindOf(command string) string {
 	var heavy, other []string
+	last := ""
 	for _, part := range commands(command) {
 		name := program(part)
 		switch {
 		case name == "":
+		case name == "cd" || name == "set" || name == "export": // before what the command is about
+			last = name
 		case light[name]:
 			other = append(other, name)
 		case !slices.Contains(heavy, name):
 			heavy = append(heavy, name)
 		}
 	}
-	if len(heavy) == 0 {
-		heavy = other[:min(1, len(other))]
+	switch {
+	case len(heavy) > 0:
+	case len(other) > 0:
+		heavy = other[:1]
+	default:
+		return last
 	}
 	heavy = heavy[:min(len(heavy), maxKindPrograms)]
 	slices.Sort(heavy)

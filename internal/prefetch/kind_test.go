@@ -7,6 +7,8 @@ func TestTheKindOfACommandIsTheProgramsThatItRuns(t *testing.T) {
 	for command, want := range map[string]string{
 		"ls -la && git log --oneline": "git",
 		"ls -la | head":               "ls",
+		"cd /x && ls":                 "ls",
+		"cd /x":                       "cd",
 		"cd /x; PYTHONPATH=. /usr/bin/python3 -m pytest -q a.py 2>&1 | tail": "python3 -m pytest",
 		"python3 - <<'EOF'\nimport os; grep\nEOF":                            "python3",
 		"grep -rn 'a|b; sed' . | sed -n 1,5p":                                "grep+sed",

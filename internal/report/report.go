@@ -147,6 +147,8 @@ type Activity struct {
 	Incompressible  uint64             `json:"incompressible"`
 	Cancelled       uint64             `json:"cancelled"`
 	CancelledPasses uint64             `json:"cancelled_passes"`
+	Passes          uint64             `json:"passes,omitempty"`
+	EvictingS       float64            `json:"evicting_s,omitempty"` // all passes together
 	PoolFull        uint64             `json:"pool_full"`
 	Ahead           Ahead              `json:"ahead,omitzero"`
 }
@@ -219,6 +221,7 @@ type Call struct {
 	Kinds    map[string]FaultCost `json:"kinds,omitempty"`    // the faults by kind; without the stale ones
 	Ways     map[string]FaultCost `json:"ways,omitempty"`     // faults on evicted pages, by how the page was kept
 	Ahead    uint64               `json:"ahead,omitempty"`    // pages restored ahead since the call before
+	Wasted   uint64               `json:"wasted,omitempty"`   // pages brought ahead before that went without a sign of use since the last call: an upper bound
 	Progress []StallAt            `json:"progress,omitempty"` // how the stall grew; from the dispatch on
 }
 

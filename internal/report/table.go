@@ -40,6 +40,7 @@ func (r *Report) body(b *bytes.Buffer) {
 	r.sandboxes(b)
 	b.WriteString("\n")
 	r.restores(b)
+	r.waits(b)
 	r.activity(b)
 	r.problems(b)
 }
@@ -115,6 +116,9 @@ func (r *Report) activity(b *bytes.Buffer) {
 	}
 	fmt.Fprintf(b, "evicted %d pages (%d of them clean, without encoding), left %d that do not shrink, %d cancelled by a write, %d passes cut short by a call, pool full %d times\n",
 		a.Evicted, a.CleanDrops, a.Incompressible, a.Cancelled, a.CancelledPasses, a.PoolFull)
+	if a.Passes > 0 {
+		fmt.Fprintf(b, "passes: %d, %s each\n", a.Passes, short(time.Duration(a.EvictingS/float64(a.Passes)*float64(time.Second))))
+	}
 	fmt.Fprintf(b, "faults: %s\n", strings.Join(faults, ", "))
 	if x := a.Ahead; x != (Ahead{}) {
 		fmt.Fprintf(b, "ahead of use: %d evicted pages, %d installed to be written; of them %d showed a sign of use, %d none until they were dropped (pages only read show none)\n",

@@ -110,6 +110,24 @@ type Memory struct {
 	// Kept pages the pool or the template keeps for it
 	Kept int64 `json:"kept"`
 
+	// LastCall what the call that ended last waited for
+	LastCall *struct {
+		// Faults faults that the guest waited for
+		Faults int64 `json:"faults"`
+
+		// Prefetched pages that were brought before the guest asked for them
+		Prefetched int64 `json:"prefetched"`
+
+		// StallMillis time for which faults held up the guest
+		StallMillis float64 `json:"stallMillis"`
+
+		// Wasted pages that were brought before and went without a sign of use: an upper bound
+		Wasted int64 `json:"wasted"`
+
+		// Ways how the pages were kept that were decoded
+		Ways map[string]int64 `json:"ways"`
+	} `json:"lastCall,omitempty"`
+
 	// LastStallMillis of the last call
 	LastStallMillis *float64 `json:"lastStallMillis,omitempty"`
 	PageTables      int64    `json:"pageTables"`

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"net/http"
-	"path"
 	"slices"
 	"strconv"
 	"strings"
@@ -12,6 +11,7 @@ import (
 
 	"github.com/agentzip/agentzip/api/gen/rest"
 	"github.com/agentzip/agentzip/internal/gateway/lifecycle"
+	"github.com/agentzip/agentzip/internal/prefetch"
 )
 
 // live returns the VM of a running sandbox of the team.
@@ -78,6 +78,16 @@ func (a *API) GetMemory(ctx context.Context, r rest.GetMemoryRequestObject) (res
 			Way   string `json:"way"`
 		}{w.Bytes, int64(w.Pages), w.Name})
 	}
+	answer.LastCall = &struct {
+		Faults      int64            `json:"faults"`
+		Prefetched  int64            `json:"prefetched"`
+		StallMillis float64          `json:"stallMillis"`
+		Wasted      int64            `json:"wasted"`
+		Ways        map[string]int64 `json:"ways"`
+	}{int64(m.LastFaults), int64(m.LastPrefetched), last, int64(m.LastWasted), map[string]int64{}}
+	for _, w := range m.LastWays {
+		answer.LastCall.Ways[w.Name] = int64(w.Pages)
+	}
 	return answer, nil
 }
 
@@ -109,9 +119,7 @@ func (a *API) Prefetch(ctx context.Context, r rest.PrefetchRequestObject) (rest.
 	}
 	s := lifecycle.Signal{Kind: "dispatch"}
 	if r.Body != nil && r.Body.Command != nil {
-		if first, _, _ := strings.Cut(strings.TrimSpace(*r.Body.Command), " "); first != "" {
-			s.Tool = path.Base(first)
-		}
+		s.Tool = prefetch.KindOf(*r.Body.Command)
 	}
 	l.Sandbox.Signal(s)
 	return rest.Prefetch204Response{}, nil

@@ -140,6 +140,12 @@ type Memory struct {
 	Parked                            bool
 	Phase                             string
 	Ways                              []Way
+
+	// Of the call that ended last: faults it waited for, pages that were brought ahead of it,
+	// pages that were brought before it and went without a sign of use, and how the pages were
+	// kept that were decoded in it (Way.Bytes is not set).
+	LastFaults, LastPrefetched, LastWasted uint64
+	LastWays                               []Way
 }
 
 // A Way is one way in which pages are kept.

@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"bufio"
+	"cmp"
 	"encoding/binary"
 	"encoding/json"
 	"io"
@@ -13,6 +14,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	pb "github.com/agentzip/agentzip/api/gen/process"
+	"github.com/agentzip/agentzip/internal/prefetch"
 )
 
 // startRoute is the one call whose message says what will run.
@@ -22,10 +24,10 @@ const startRoute = "/process.Process/Start"
 // runs as well; its kind is just not known.
 const peekLimit = 32 << 10
 
-// maxKind bounds the name of a command.
+// maxKind bounds the name of a kind.
 const maxKind = 64
 
-// kindOf reads the command's name out of the first envelope of a start request
+// kindOf reads the command's kind out of the first envelope of a start request
 // and leaves the body as it was. "" if it is no start request or not readable:
 // to say what is wrong with it is the agent's business.
 func kindOf(r *http.Request) string {
@@ -56,7 +58,7 @@ func kindOf(r *http.Request) string {
 	return commandKind(media, message[5:])
 }
 
-// commandKind names the command of a start message.
+// commandKind names the kind of the command of a start message.
 func commandKind(media string, message []byte) string {
 	var cmd string
 	var args []string
@@ -79,37 +81,17 @@ func commandKind(media string, message []byte) string {
 		}
 		cmd, args = start.GetProcess().GetCmd(), start.GetProcess().GetArgs()
 	}
-	// bash -l -c LINE: what matters is the first word of the line.
+	// bash -l -c LINE: what matters is the line.
+	kind := prefetch.KindOf(strings.Join(append([]string{cmd}, args...), " "))
 	if name := path.Base(cmd); name == "bash" || name == "sh" {
+		kind = name
 		for i, a := range args {
 			if strings.HasPrefix(a, "-") && !strings.HasPrefix(a, "--") && strings.HasSuffix(a, "c") && i+1 < len(args) {
-				if line := shellCommand(args[i+1]); line != "" {
-					cmd = line
-				}
+				kind = cmp.Or(prefetch.KindOf(args[i+1]), name)
 				break
 			}
 		}
 	}
-	if cmd == "" {
-		return ""
-	}
-	kind := strings.ToValidUTF8(path.Base(cmd), "?")
+	kind = strings.ToValidUTF8(kind, "?")
 	return kind[:min(len(kind), maxKind)]
-}
-
-// shellCommand returns the first word of a line that is a command: behind cd
-// and assignments.
-func shellCommand(line string) string {
-	for part := range strings.FieldsFuncSeq(line, func(r rune) bool { return r == ';' || r == '&' || r == '|' || r == '\n' }) {
-		for word := range strings.FieldsSeq(part) {
-			if strings.Contains(word, "=") && !strings.HasPrefix(word, "=") {
-				continue
-			}
-			if word == "cd" || word == "set" || word == "export" || word == "source" || word == "." {
-				break
-			}
-			return word
-		}
-	}
-	return ""
 }

@@ -47,7 +47,7 @@ func TestTheKindOfACommand(t *testing.T) {
 		"a terminal":               {text, framed([]byte(`{"process":{"cmd":"/bin/bash","args":["-i","-l"]},"pty":{}}`)), "bash"},
 		"a program":                {binary, message("/usr/bin/git", "log"), "git"},
 		"behind cd and variables":  {binary, message("/bin/sh", "-c", "cd /x && A=1 B=2 /usr/bin/make all"), "make"},
-		"nothing but cd":           {binary, message("/bin/sh", "-c", "cd /x"), "sh"},
+		"nothing but cd":           {binary, message("/bin/sh", "-c", "cd /x"), "cd"},
 		"an empty line":            {binary, message("/bin/bash", "-lc", ""), "bash"},
 		"bytes that are no text":   {binary, message("/bin/x"), "x"},
 		"no message":               {text, nil, ""},

@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"os"
 	"path/filepath"
 	"syscall"
 	"time"
@@ -31,6 +32,7 @@ type admin struct {
 	keys *keys.Ring
 	http *http.Server
 	l    net.Listener // set by listen
+	path string       // of the socket; set by listen
 }
 
 func newAdmin(ring *keys.Ring, log *slog.Logger) *admin {
@@ -48,14 +50,29 @@ func (a *admin) listen(ctx context.Context, dir string) error {
 	if err := removeStale(path); err != nil {
 		return fmt.Errorf("listen for key commands: %w", err)
 	}
+	// Made where nobody else can reach it, then moved: between bind and chmod anybody
+	// could connect. (The umask is the whole process's: files that other goroutines make
+	// meanwhile would get it too.)
+	// The names are short because those of sockets are limited to 107 bytes.
+	private := filepath.Join(dir, ".a")
+	if err := errors.Join(os.RemoveAll(private), os.Mkdir(private, 0o700)); err != nil {
+		return fmt.Errorf("listen for key commands: %w", err)
+	}
+	defer func() { _ = os.RemoveAll(private) }()
+	made := filepath.Join(private, "s")
 	var lc net.ListenConfig
-	old := syscall.Umask(0o177)
-	l, err := lc.Listen(ctx, "unix", path)
-	syscall.Umask(old)
+	l, err := lc.Listen(ctx, "unix", made)
 	if err != nil {
 		return fmt.Errorf("listen for key commands: %w", err)
 	}
-	a.l = l
+	if u, ok := l.(*net.UnixListener); ok {
+		u.SetUnlinkOnClose(false) // it would look for the first name
+	}
+	if err := errors.Join(os.Chmod(made, 0o600), os.Rename(made, path)); err != nil {
+		_ = l.Close()
+		return fmt.Errorf("listen for key commands: %w", err)
+	}
+	a.l, a.path = l, path
 	return nil
 }
 
@@ -65,7 +82,13 @@ func (a *admin) run() {
 	}
 }
 
-func (a *admin) close() { _ = a.http.Close() }
+func (a *admin) close() {
+	_ = a.http.Close()
+	if a.l != nil {
+		_ = a.l.Close() // if run never served it
+		_ = os.Remove(a.path)
+	}
+}
 
 // A newKey is the request and the answer of a creation.
 type newKey struct {

@@ -16,6 +16,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/agentzip/agentzip/internal/gateway"
 )
@@ -44,6 +45,7 @@ import (
 //	header NAME VALUE         VALUE may be "-": absent
 //	empty                     no body at all, Content-Length 0 or status 204
 //	body TEXT                 the whole body
+//	poll                      first: ask again, as the client does, until all checks hold
 //
 // PATH is a dotted path with array indices; "." is the whole body. The answer of
 // a stream is an array of {"flags":N,"message":{}}.
@@ -191,6 +193,11 @@ func (p *python) send(s step) (int, http.Header, []byte) {
 
 func (p *python) step(s step) {
 	p.t.Helper()
+	if len(s.checks) > 0 && s.checks[0] == "poll" {
+		s.checks = s.checks[1:]
+		p.poll(s)
+		return
+	}
 	status, header, raw := p.send(s)
 	if status != s.status {
 		p.t.Fatalf("%s: status %d, the client knows %d only; body: %.300s", s.name, status, s.status, raw)
@@ -211,11 +218,38 @@ func (p *python) step(s step) {
 			}
 		})
 	}
-	for _, check := range s.checks {
-		if why := p.check(check, header, raw, body); why != "" {
-			p.t.Errorf("%s: %s: %s; body: %.500s", s.name, check, why, raw)
+	for _, why := range p.wrong(s.checks, header, raw, body) {
+		p.t.Errorf("%s: %s; body: %.500s", s.name, why, raw)
+	}
+}
+
+// poll repeats a request until its checks hold, for what happens a moment later.
+func (p *python) poll(s step) {
+	p.t.Helper()
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		status, header, raw := p.send(s)
+		var body any
+		if err := json.Unmarshal(raw, &body); err != nil || status != s.status {
+			p.t.Fatalf("%s: status %d, body: %.300s", s.name, status, raw)
+		}
+		why := p.wrong(s.checks, header, raw, body)
+		if len(why) == 0 {
+			return
+		}
+		if time.Now().After(end) {
+			p.t.Fatalf("%s: %v; body: %.500s", s.name, why, raw)
 		}
 	}
+}
+
+// wrong lists the checks that do not hold, and why.
+func (p *python) wrong(checks []string, header http.Header, raw []byte, body any) (why []string) {
+	for _, check := range checks {
+		if w := p.check(check, header, raw, body); w != "" {
+			why = append(why, check+": "+w)
+		}
+	}
+	return why
 }
 
 // check returns why a line does not hold, "" if it does.

@@ -107,7 +107,7 @@ func (f *benchCodecFlags) run(cmd *cobra.Command, dir string) (err error) {
 		return withHint(err, "make one with `agentzip capture DIR`")
 	}
 	defer func() { err = errors.Join(err, set.Close()) }()
-	rep := set.NewReport("agentzip " + readVersion().Revision)
+	rep := set.NewReport(toolName())
 	all := len(set.Info().Siblings)
 	start := time.Now()
 	done := map[string]bool{}

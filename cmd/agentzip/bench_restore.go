@@ -1,11 +1,9 @@
 package main
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"runtime"
 	"slices"
 	"strings"
@@ -16,7 +14,6 @@ import (
 	"github.com/agentzip/agentzip/internal/bench/restores"
 	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/daemon"
-	"github.com/agentzip/agentzip/internal/report"
 	"github.com/agentzip/agentzip/internal/traj"
 )
 
@@ -167,58 +164,40 @@ func (f *benchRestoreFlags) run(cmd *cobra.Command) (err error) {
 	if err != nil {
 		return err
 	}
-	plans, notes, err := f.plans()
+	j, err := f.open(cmd)
 	if err != nil {
 		return err
 	}
-	d, err := daemon.Open(daemon.Options{StateDir: stateDir(), LibDir: libDir(), Log: slog.Default()})
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, d.Close()) }()
+	defer func() { err = errors.Join(err, j.daemon.Close()) }()
 	ctx := cmd.Context()
-	tmpl, _, err := d.Template(ctx, f.template)
-	if err != nil {
-		return withHint(err, "run `agentzip setup`, or name a template with --template")
-	}
-	display := f.display(ctx, cmd.ErrOrStderr())
-	cfg := f.config(d, isolation, plans, display)
+	cfg := f.config(j, isolation)
 	if f.native == "on" || f.native == "auto" && f.trajectories == "" {
-		cfg.Main.NativeReplay = nativeReplay(ctx, tmpl.RootFile(), plans)
+		cfg.Main.NativeReplay = nativeReplay(ctx, j.template.RootFile(), j.plans)
 	}
 	rep, err := restores.Measure(ctx, cfg)
-	display.Close()
+	j.display.Close()
 	if rep == nil {
 		return err
 	}
-	m := report.ThisMachine()
-	m.QEMU, m.Accel = tmpl.Host.QEMU, cmp.Or(string(tmpl.Hardware.Accel), "tcg")
-	rep.Main.Machine = m
-	rep.Main.Tool = "agentzip " + readVersion().Revision
-	rep.Main.Template = report.Template{Name: tmpl.Name, Digest: tmpl.Input, MemoryMB: int64(tmpl.Hardware.Memory) >> 20}
-	rep.Main.Notes = append(notes, rep.Main.Notes...)
-	if cfg.Main.NativeReplay == nil {
-		rep.Main.Summary.NativeMissing = "not asked for (--native=on)"
-	}
-	f.describe(&rep.Main.Plan)
+	f.label(rep.Main, j, cfg.Main.NativeReplay != nil)
 	return errors.Join(err, f.write(cmd, rep))
 }
 
 // config says what is measured.
-func (f *benchRestoreFlags) config(d *daemon.Daemon, isolation cohort.Isolation, plans []bench.Plan, display report.Display) restores.Config {
+func (f *benchRestoreFlags) config(j *job, isolation cohort.Isolation) restores.Config {
 	options := daemon.FleetOptions{Template: f.template, Isolation: isolation}
 	cfg := restores.Config{
 		Main: bench.Config{
-			Fleet: d.Fleets(options), Sandboxes: plans, GapScale: f.gapScale, MaxGap: f.maxGap, Display: display, Alone: f.modes == "on", Signals: f.signals == "on",
+			Fleet: j.daemon.Fleets(options), Sandboxes: j.plans, GapScale: f.gapScale, MaxGap: f.maxGap, Display: j.display, Alone: f.modes == "on", Signals: f.signals == "on",
 		},
 		Fleet: func(v restores.Variant) bench.FleetFactory {
 			o := options
 			o.NoPrefetch, o.Without = v.NoPrefetch, v.Without
-			return d.Fleets(o)
+			return j.daemon.Fleets(o)
 		},
-		Colony: d.Colonies(options),
-		Storm:  restores.Storm{Sandboxes: f.storm, Rounds: stormRounds, Step: restores.PickStep(plans, traj.Python, traj.Test)},
-		Idle:   restores.Idle{Sandboxes: f.idle, Step: restores.PickStep(plans)},
+		Colony: j.daemon.Colonies(options),
+		Storm:  restores.Storm{Sandboxes: f.storm, Rounds: stormRounds, Step: restores.PickStep(j.plans, traj.Python, traj.Test)},
+		Idle:   restores.Idle{Sandboxes: f.idle, Step: restores.PickStep(j.plans)},
 		Cores:  runtime.NumCPU(),
 	}
 	if strings.HasPrefix(f.modes, "on") {
@@ -227,7 +206,7 @@ func (f *benchRestoreFlags) config(d *daemon.Daemon, isolation cohort.Isolation,
 	if f.ablation == "on" {
 		cfg.Ablation = restores.Ablation{
 			Variants: restores.Variants(),
-			Plans:    shortPlans(plans, ablationSandboxes, ablationCalls), GapScale: min(f.gapScale, ablationGapScale),
+			Plans:    shortPlans(j.plans, ablationSandboxes, ablationCalls), GapScale: min(f.gapScale, ablationGapScale),
 		}
 	}
 	return cfg

@@ -66,7 +66,7 @@ func TestTheAblationIsShorterThanTheJobAndLeavesItAsItIs(t *testing.T) {
 		t.Fatal(err)
 	}
 	plans, _, _ := bench.PlanSandboxes(trs, 16, 0)
-	cfg := benchRestoreFlagsOf(t, "--modes=on,off").config(nil, cohort.Isolation(0), plans, nil)
+	cfg := benchRestoreFlagsOf(t, "--modes=on,off").config(&job{plans: plans}, cohort.Isolation(0))
 	if got := cfg.Main.First; got != bench.On {
 		t.Errorf("the first run is %v, want on", got)
 	}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 
 	"github.com/spf13/cobra"
 
@@ -48,28 +47,19 @@ func runCapture(cmd *cobra.Command, f jobFlags, dir string) (err error) {
 	if err := f.check(); err != nil {
 		return err
 	}
-	plans, notes, err := f.plans()
+	j, err := f.open(cmd)
 	if err != nil {
 		return err
 	}
-	d, err := daemon.Open(daemon.Options{StateDir: stateDir(), LibDir: libDir(), Log: slog.Default()})
-	if err != nil {
-		return err
+	defer func() { err = errors.Join(err, j.daemon.Close()) }()
+	for _, n := range j.notes {
+		j.display.Event(n)
 	}
-	defer func() { err = errors.Join(err, d.Close()) }()
-	ctx := cmd.Context()
-	if _, _, err := d.Template(ctx, f.template); err != nil {
-		return withHint(err, "run `agentzip setup`, or name a template with --template")
-	}
-	display := f.display(ctx, cmd.ErrOrStderr())
-	for _, n := range notes {
-		display.Event(n)
-	}
-	info, err := d.Capture(ctx, daemon.CaptureOptions{
-		Dir: dir, Template: f.template, Plans: plans, GapScale: f.gapScale, MaxGap: f.maxGap,
-		Tool: "agentzip " + readVersion().Revision, Source: f.source(), Display: display,
+	info, err := j.daemon.Capture(cmd.Context(), daemon.CaptureOptions{
+		Dir: dir, Template: f.template, Plans: j.plans, GapScale: f.gapScale, MaxGap: f.maxGap,
+		Tool: toolName(), Source: f.source(), Display: j.display,
 	})
-	display.Close()
+	j.display.Close()
 	if err != nil {
 		return err
 	}

@@ -1,11 +1,9 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"os"
 
 	"github.com/spf13/cobra"
@@ -116,46 +114,28 @@ func (f *demoFlags) run(cmd *cobra.Command) (err error) {
 	if err != nil {
 		return err
 	}
-	plans, notes, err := f.plans()
+	j, err := f.open(cmd)
 	if err != nil {
 		return err
 	}
-	d, err := daemon.Open(daemon.Options{StateDir: stateDir(), LibDir: libDir(), Log: slog.Default()})
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, d.Close()) }()
+	defer func() { err = errors.Join(err, j.daemon.Close()) }()
 	ctx := cmd.Context()
-	tmpl, _, err := d.Template(ctx, f.template)
-	if err != nil {
-		return withHint(err, "run `agentzip setup`, or name a template with --template")
-	}
-	display := f.display(ctx, cmd.ErrOrStderr())
 	cfg := bench.Config{
-		Fleet:     d.Fleets(daemon.FleetOptions{Template: f.template, Isolation: isolation, NoPrefetch: f.noPrefetch}),
-		Sandboxes: plans, GapScale: f.gapScale, MaxGap: f.maxGap, Repeat: f.repeat, Display: display,
+		Fleet:     j.daemon.Fleets(daemon.FleetOptions{Template: f.template, Isolation: isolation, NoPrefetch: f.noPrefetch}),
+		Sandboxes: j.plans, GapScale: f.gapScale, MaxGap: f.maxGap, Repeat: f.repeat, Display: j.display,
 	}
 	if f.order == "on,off" {
 		cfg.First = bench.On
 	}
 	if f.native == "on" || f.native == "auto" && f.trajectories == "" {
-		cfg.NativeReplay = nativeReplay(ctx, tmpl.RootFile(), plans)
+		cfg.NativeReplay = nativeReplay(ctx, j.template.RootFile(), j.plans)
 	}
 	rep, err := bench.Measure(ctx, cfg)
-	display.Close()
+	j.display.Close()
 	if rep == nil {
 		return err
 	}
-	m := report.ThisMachine()
-	m.QEMU, m.Accel = tmpl.Host.QEMU, cmp.Or(string(tmpl.Hardware.Accel), "tcg")
-	rep.Machine = m
-	rep.Tool = "agentzip " + readVersion().Revision
-	rep.Template = report.Template{Name: tmpl.Name, Digest: tmpl.Input, MemoryMB: int64(tmpl.Hardware.Memory) >> 20}
-	rep.Notes = append(notes, rep.Notes...)
-	if cfg.NativeReplay == nil {
-		rep.Summary.NativeMissing = "not asked for (--native=on)"
-	}
-	f.describe(&rep.Plan)
+	f.label(rep, j, cfg.NativeReplay != nil)
 	return errors.Join(err, f.write(cmd, rep))
 }
 

@@ -1,16 +1,20 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/agentzip/agentzip/internal/bench"
+	"github.com/agentzip/agentzip/internal/daemon"
 	"github.com/agentzip/agentzip/internal/report"
+	"github.com/agentzip/agentzip/internal/template"
 	"github.com/agentzip/agentzip/internal/traj"
 )
 
@@ -18,7 +22,7 @@ import (
 // --max-calls says otherwise: real ones run to 200, for half an hour.
 const recordedCalls = 30
 
-// jobFlags say what is replayed, and how: the flags that `demo` and `capture` share.
+// jobFlags say what is replayed, and how: the flags that `demo`, `capture` and `bench restore` share.
 type jobFlags struct {
 	template     string
 	sandboxes    int
@@ -95,6 +99,51 @@ func (f *jobFlags) plans() (plans []bench.Plan, notes []string, err error) {
 	}
 	return plans, notes, nil
 }
+
+// A job is what the verbs that replay agents have opened. Owned by the verb; close it.
+type job struct {
+	daemon   *daemon.Daemon
+	template *template.Template
+	plans    []bench.Plan
+	notes    []string // what was left out or made up
+	display  report.Display
+}
+
+// open loads the plans, opens the daemon and its template, and begins to show progress.
+func (f *jobFlags) open(cmd *cobra.Command) (*job, error) {
+	plans, notes, err := f.plans()
+	if err != nil {
+		return nil, err
+	}
+	d, err := daemon.Open(daemon.Options{StateDir: stateDir(), LibDir: libDir(), Log: slog.Default()})
+	if err != nil {
+		return nil, err
+	}
+	ctx := cmd.Context()
+	tmpl, _, err := d.Template(ctx, f.template)
+	if err != nil {
+		return nil, errors.Join(withHint(err, "run `agentzip setup`, or name a template with --template"), d.Close())
+	}
+	return &job{daemon: d, template: tmpl, plans: plans, notes: notes, display: f.display(ctx, cmd.ErrOrStderr())}, nil
+}
+
+// label says in a report where and from what its figures come. native: the calls were also
+// to be timed without a VM.
+func (f *jobFlags) label(rep *report.Report, j *job, native bool) {
+	m := report.ThisMachine()
+	m.QEMU, m.Accel = j.template.Host.QEMU, cmp.Or(string(j.template.Hardware.Accel), "tcg")
+	rep.Machine = m
+	rep.Tool = toolName()
+	rep.Template = report.Template{Name: j.template.Name, Digest: j.template.Input, MemoryMB: int64(j.template.Hardware.Memory) >> 20}
+	rep.Notes = append(j.notes, rep.Notes...)
+	if !native {
+		rep.Summary.NativeMissing = "not asked for (--native=on)"
+	}
+	f.describe(&rep.Plan)
+}
+
+// toolName names this program and its revision in reports.
+func toolName() string { return "agentzip " + readVersion().Revision }
 
 // source says where the trajectories come from.
 func (f *jobFlags) source() string {

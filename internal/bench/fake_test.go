@@ -121,7 +121,7 @@ func (b *fakeBox) Run(ctx context.Context, spec CallSpec) (CallResult, error) {
 		b.mu.Unlock()
 	}()
 	res, err := b.fleet.answer(b.fleet.mode, b.name, n, spec)
-	if !sleep(ctx, res.Duration) {
+	if !Sleep(ctx, res.Duration) {
 		return CallResult{}, ctx.Err()
 	}
 	return res, err

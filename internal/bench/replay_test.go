@@ -47,7 +47,7 @@ func TestCallEndsAreToldBetweenTheCallsAndTheThinkingTimeGoesOn(t *testing.T) {
 			mu.Lock()
 			got[e.Sandbox] = append(got[e.Sandbox], fmt.Sprintf("%d %s %v-%v", e.Call, e.Step.Shell, e.Start, e.End))
 			mu.Unlock()
-			sleep(ctx, looks)
+			Sleep(ctx, looks)
 			return nil
 		}}, sameAnswers)
 		if err != nil {
@@ -103,7 +103,7 @@ func TestAnInterruptedReplayIsAnError(t *testing.T) {
 		err := Replay(ctx, Config{
 			Sandboxes: plans(2, 3), GapScale: 1, Fleet: func(context.Context, Mode) (Fleet, error) { return f, nil },
 			OnCallEnd: func(ctx context.Context, _ CallEnd) error {
-				if !sleep(ctx, time.Hour) {
+				if !Sleep(ctx, time.Hour) {
 					return context.Cause(ctx)
 				}
 				return nil

@@ -173,7 +173,7 @@ func (r *run) drive(ctx context.Context, index int, l *lane) {
 			r.cfg.Display.Event(fmt.Sprintf("%s: close: %v", l.plan.Name, err))
 		}
 	}()
-	if !sleep(ctx, r.cfg.scaled(l.plan.Shift)) {
+	if !Sleep(ctx, r.cfg.scaled(l.plan.Shift)) {
 		return
 	}
 	looked := time.Duration(0) // how much of the thinking time OnCallEnd took
@@ -219,14 +219,14 @@ func (r *run) think(ctx context.Context, l *lane, i int, box Box, looked time.Du
 	gap := r.cfg.gap(l.plan.Trajectory.Steps[i]) - looked
 	hearer, ok := box.(Announcer)
 	if !ok || !r.cfg.Signals {
-		return sleep(ctx, gap)
+		return Sleep(ctx, gap)
 	}
 	lead := max(0, min(gap, r.cfg.lead(l.plan.Trajectory, i)))
-	if !sleep(ctx, gap-lead) {
+	if !Sleep(ctx, gap-lead) {
 		return false
 	}
 	hearer.Announce(l.plan.Trajectory.Steps[i].Tool)
-	return sleep(ctx, lead)
+	return Sleep(ctx, lead)
 }
 
 // takeTurn waits until a call may run; false means the context ended.
@@ -297,8 +297,8 @@ func (r *run) describe(l *lane, i int, rec callRecord) string {
 	return s + "  $ " + strings.ToValidUTF8(command, "")
 }
 
-// sleep waits; false means the context ended.
-func sleep(ctx context.Context, d time.Duration) bool {
+// Sleep waits; false means the context ended.
+func Sleep(ctx context.Context, d time.Duration) bool {
 	if d <= 0 {
 		return ctx.Err() == nil
 	}

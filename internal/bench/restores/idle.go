@@ -109,7 +109,7 @@ func (c *Config) idle(ctx context.Context, show *progress) (res *IdleResult, err
 	if err := first[0].Close(); err != nil {
 		return nil, fmt.Errorf("close the first sandbox: %w", err)
 	}
-	if !rest(ctx, time.Second) {
+	if !bench.Sleep(ctx, time.Second) {
 		return nil, context.Cause(ctx)
 	}
 	before, err := account(colony, nil)
@@ -122,7 +122,7 @@ func (c *Config) idle(ctx context.Context, show *progress) (res *IdleResult, err
 	}
 	res = &IdleResult{Sandboxes: n}
 	read := func(name string) error {
-		if !rest(ctx, idleSettle) {
+		if !bench.Sleep(ctx, idleSettle) {
 			return context.Cause(ctx)
 		}
 		after, err := account(colony, boxes)
@@ -153,7 +153,7 @@ func (c *Config) idle(ctx context.Context, show *progress) (res *IdleResult, err
 			return nil, fmt.Errorf("close sandbox %s: %w", boxName(i), err)
 		}
 	}
-	if !rest(ctx, time.Second) {
+	if !bench.Sleep(ctx, time.Second) {
 		return nil, context.Cause(ctx)
 	}
 	end, err := account(colony, nil)

@@ -151,7 +151,7 @@ func settle(ctx context.Context, colony Colony, n int, spec bench.CallSpec, show
 
 // sleepAll lets the sandboxes rest and compresses what they have left.
 func sleepAll(ctx context.Context, boxes []Sleeper) error {
-	if !rest(ctx, stormGap) {
+	if !bench.Sleep(ctx, stormGap) {
 		return context.Cause(ctx)
 	}
 	for i, b := range boxes {
@@ -160,18 +160,6 @@ func sleepAll(ctx context.Context, boxes []Sleeper) error {
 		}
 	}
 	return nil
-}
-
-// rest waits; false means the context ended.
-func rest(ctx context.Context, d time.Duration) bool {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return true
-	case <-ctx.Done():
-		return false
-	}
 }
 
 // PickStep returns the first step of one of the kinds, in the order they are named, else the

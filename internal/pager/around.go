@@ -1,15 +1,10 @@
 package pager
 
-import (
-	"fmt"
-	"time"
-
-	"github.com/agentzip/agentzip/internal/units"
-)
+import "github.com/agentzip/agentzip/internal/units"
 
 // Evicted pages in the neighbourhood of one that the guest waited for come back too: a guest
 // that touches one page touches the next ones. The thread that waited goes on first; then the
-// fault thread brings the neighbours one by one, and looks for new faults before each. They are
+// fault thread brings the neighbours one by one, and looks for new faults before each. They
 // keep their entries, so that a wrong one costs little. The log has them as KindNeighbour, which
 // nobody waited for, so that whoever learns knows what cannot be seen any more: only a sign of use
 // (a write) makes them one. They are marked as brought ahead.
@@ -33,14 +28,9 @@ func (p *Pager) bringNeighbours(w *faultWorker) (ok bool) {
 			if p.table.load(f).tag() != tagEvicted {
 				continue
 			}
-			n, err := p.mem.Faults(w.faults[:], w.events[:])
-			if err != nil {
-				p.abort(fmt.Errorf("read faults: %w", err))
+			n, ok := p.serveWaiting(w)
+			if !ok {
 				return false
-			}
-			since := time.Now()
-			for i := range n {
-				p.handle(w.faults[i], w, since)
 			}
 			if served += n; served >= faultsAtOnce {
 				return true

@@ -37,6 +37,11 @@ type EvictResult struct {
 //
 // Only one pass runs at a time; a second caller waits.
 func (p *Pager) Evict(ctx context.Context) (EvictResult, error) {
+	return p.passInTurn(ctx, passMode{})
+}
+
+// passInTurn waits for the turn and makes one pass.
+func (p *Pager) passInTurn(ctx context.Context, mode passMode) (EvictResult, error) {
 	p.life.RLock()
 	defer p.life.RUnlock()
 	release, err := p.takePass(ctx)
@@ -44,7 +49,7 @@ func (p *Pager) Evict(ctx context.Context) (EvictResult, error) {
 		return EvictResult{}, err
 	}
 	defer release()
-	return p.onePass(ctx, passMode{})
+	return p.onePass(ctx, mode)
 }
 
 // takePass waits for the turn to make passes. Caller holds life.

@@ -15,14 +15,7 @@ type Selection struct {
 // EvictSome is Evict over some of the pages: in a short gap, bringing a page back for the next
 // call costs more than its memory is worth.
 func (p *Pager) EvictSome(ctx context.Context, s Selection) (EvictResult, error) {
-	p.life.RLock()
-	defer p.life.RUnlock()
-	release, err := p.takePass(ctx)
-	if err != nil {
-		return EvictResult{}, err
-	}
-	defer release()
-	return p.onePass(ctx, passMode{keep: s})
+	return p.passInTurn(ctx, passMode{keep: s})
 }
 
 // leaves reports whether the pass leaves a page alone.

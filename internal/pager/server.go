@@ -260,16 +260,25 @@ func serveFaults(p *Pager, w *faultWorker) (ok bool) {
 			ok = false
 		}
 	}()
+	if _, ok := p.serveWaiting(w); !ok {
+		return false
+	}
+	return p.bringNeighbours(w)
+}
+
+// serveWaiting handles the faults that wait now, at most faultsAtOnce; not ok: the sandbox
+// has failed.
+func (p *Pager) serveWaiting(w *faultWorker) (n int, ok bool) {
 	n, err := p.mem.Faults(w.faults[:], w.events[:])
 	if err != nil {
 		p.abort(fmt.Errorf("read faults: %w", err))
-		return false
+		return 0, false
 	}
 	since := time.Now()
 	for i := range n {
 		p.handle(w.faults[i], w, since)
 	}
-	return p.bringNeighbours(w)
+	return n, true
 }
 
 // abort is fail for callers that do not hold mu.

@@ -9,7 +9,6 @@ import (
 
 	"github.com/agentzip/agentzip/internal/cohort"
 	"github.com/agentzip/agentzip/internal/guestmem"
-	"github.com/agentzip/agentzip/internal/invariant"
 	"github.com/agentzip/agentzip/internal/units"
 )
 
@@ -58,14 +57,7 @@ const (
 // kept by the cohort and becomes Clean, also those that do not shrink. A Snapshot after it has only
 // to look at what was written since. The guest runs on. Errors and result are those of Evict.
 func (p *Pager) Keep(ctx context.Context) (EvictResult, error) {
-	p.life.RLock()
-	defer p.life.RUnlock()
-	release, err := p.takePass(ctx)
-	if err != nil {
-		return EvictResult{}, err
-	}
-	defer release()
-	return p.onePass(ctx, passMode{all: true, stay: true})
+	return p.passInTurn(ctx, passMode{all: true, stay: true})
 }
 
 // Snapshot returns the guest's memory as it is now. The guest goes on as it was, when its
@@ -93,7 +85,7 @@ func (p *Pager) Snapshot(ctx context.Context) (*Snapshot, error) {
 			break
 		}
 		var done bool
-		if done, err = p.copyComplete(s); done || err != nil {
+		if done, err = p.copyComplete(s); done || err != nil { //nolint:contextcheck // with the pager's mutex held: it is not to be given up in the middle
 			break
 		}
 		err = ErrIncomplete
@@ -190,10 +182,9 @@ func (w *refWords) fill(src *table) (err error) {
 			}
 			w.table.store(f, evicted(r))
 			w.kept++
-		case tagKept, tagAhead, tagLoose:
-			// Not private, or copyComplete would have found it: then it is the image's.
-			invariant.Check(false, "a page that is not private is Kept, Ahead or Loose")
-		case tagBusy, tagTemplate, tagCount:
+		case tagBusy, tagTemplate, tagCount, tagKept, tagAhead, tagLoose:
+			// Rule 4: Kept, Ahead and Loose are private, and copyComplete has found none that is not
+			// Clean. To take such a page for the image's would be a wrong page in every copy.
 			err = fmt.Errorf("frame %d is %v after a pass", f, e.tag())
 			return false
 		}

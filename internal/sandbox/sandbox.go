@@ -169,7 +169,7 @@ func (s *Sandbox) start(ctx context.Context) error {
 	}
 	s.background.Go(s.watch)
 	if s.opts.Compression != nil {
-		if err := s.attachPager(); err != nil {
+		if err := s.attachPager(); err != nil { //nolint:contextcheck // a page table is adopted whole or not at all
 			return err
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"time"
 )
@@ -153,8 +154,8 @@ func (c *DiskCopy) await(ctx context.Context) error {
 // forget takes everything back in QEMU: the target is closed there.
 func (c *DiskCopy) forget(ctx context.Context) error {
 	var errs []error
-	for i := len(c.undo) - 1; i >= 0; i-- {
-		errs = append(errs, c.m.qmp.Execute(ctx, c.undo[i].name, c.undo[i].args, nil))
+	for _, u := range slices.Backward(c.undo) {
+		errs = append(errs, c.m.qmp.Execute(ctx, u.name, u.args, nil))
 	}
 	c.undo = nil
 	return errors.Join(errs...)

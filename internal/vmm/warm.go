@@ -63,7 +63,7 @@ func NewWarm[T any](o WarmOptions[T]) *Warm[T] {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	ctx, cancel := context.WithCancel(context.Background())
+	ctx, cancel := context.WithCancel(context.Background()) //nolint:gosec // G118: Close calls it
 	w := &Warm[T]{o: o, cancel: cancel, ended: make(chan struct{}), poke: make(chan struct{}, 1), target: o.Target}
 	go w.keep(ctx)
 	return w

@@ -105,7 +105,8 @@ func (w *Wire) Level() (Level, error) {
 	}
 	unread := func(raw interface {
 		Control(fn func(fd uintptr)) error
-	}) (n int, err error) {
+	},
+	) (n int, err error) {
 		var ioctlErr error
 		err = raw.Control(func(fd uintptr) { n, ioctlErr = unix.IoctlGetInt(int(fd), unix.TIOCINQ) })
 		return n, errors.Join(err, ioctlErr)

@@ -33,7 +33,8 @@ uses them.
 Each setting can be a flag, an environment variable (AGENTZIP_ and its name), or stand
 in a TOML file (--config, else ` + gateway.DefaultConfigFile + `): the first of these that says
 anything counts. At the end (SIGTERM, ctrl-C) running sandboxes are paused or killed
-(--on-exit); paused ones are there again after the next start.`,
+(--on-exit); paused ones are there again after the next start. Pause, fork and snapshots
+are not possible yet: what cannot be paused is killed.`,
 		Example: `  agentzip serve
   agentzip serve --print-config > /etc/agentzip/serve.toml
   agentzip serve --port 0 --on-exit kill --template tornado`,

@@ -38,12 +38,6 @@ nocgo() { CGO_ENABLED=0 stage nocgo ./internal/codec/... -timeout 5m; }
 race() { stage race "$(list -Ev "$VM")" -race -tags invariants -timeout 10m; }
 vm() { stage vm "$(list -E "$VM")" -tags invariants -count 1 -p 1 -timeout 15m; }
 
-# The published clients against a gateway of its own: the short cut of make test-e2b.
-e2b() {
-  echo "== e2b"
-  if scripts/test-e2b.sh --short --json; then echo "stage e2b passed"; else echo "stage e2b failed"; fi
-}
-
 case ${1:-all} in
   all) run() { vet; unit; nocgo; race; vm; } ;;
   race) run() { race; } ;;

@@ -23,9 +23,6 @@ const (
 	KindCancel     = "cancel"     // from a call's arrival to the end of the compression it found: no fault
 )
 
-// FaultKinds are the kinds that a guest waits for, in the order they are printed.
-func FaultKinds() []string { return []string{KindEvicted, KindProtected, KindZero, KindTemplate} }
-
 // A Histogram is a distribution of durations in buckets, so that distributions of several
 // sandboxes or runs can be merged before a quantile is taken. Its buckets may be of any
 // widths: where two have different bounds the merged one has both.
